@@ -1,0 +1,5 @@
+"""The one exception that means: the user's input or machine is at fault, and one line says what to do."""
+
+
+class Refused(ValueError):
+    """Bad input, in one line: what was found where, what was wanted, what to do."""

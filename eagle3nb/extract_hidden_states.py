@@ -1,0 +1,113 @@
+"""Stage 02: the verifier's hidden states of every training row, on disk, each sample as it is done.
+
+One child process, one engine, one pass: responses to be generated are written by vLLM and their states captured at
+once, given responses are prefilled. Out (``02_extract_hidden_states/``): ``store/`` (see `eagle3nb.samples`). A
+killed run goes on where it stopped; a store made from other inputs is kept under another name, never mixed.
+"""
+
+from typing import Any
+
+import torch
+
+from eagle3nb import child, stage
+from eagle3nb.errors import Refused
+from eagle3nb.files import folder_bytes
+from eagle3nb.params import ExtractHiddenStates
+from eagle3nb.samples import Store
+from eagle3nb.verifier import Verifier
+
+
+def run(params: ExtractHiddenStates) -> dict[str, Any]:
+    """Run the stage; returns (and writes) its ``result.json``."""
+    child.refuse_if_no_module("vllm")
+    with stage.running("extract_hidden_states", params) as here:
+        verifier, data = stage.verifier(params.run_dir), stage.result(params.run_dir, "prepare_data")
+        layers = layer_ids(params, verifier)
+        if params.shard >= params.num_shards:
+            raise Refused(
+                f"extract_hidden_states.shard = {params.shard}: wanted below num_shards = {params.num_shards}"
+            )
+        store = Store(here.folder / "store")
+        job = {
+            "verifier_path": str(verifier.path),
+            "trust_remote_code": verifier.trust_remote_code,
+            "eos_token_ids": verifier.eos_token_ids,
+            "rows": str(stage.folder(params.run_dir, "prepare_data") / "rows"),
+            "store": str(store.folder),
+            "declaration": declaration(params, verifier, layers, data),
+            "max_model_len": data["longest_row"] + 2,  # and the token that is thrown away
+            "capture": params.capture,
+            "dtype": params.dtype,
+            "shard": params.shard,
+            "num_shards": params.num_shards,
+            "single_process": single_process(params.single_process),
+            "seed": params.seed,
+            "engine_args": {"max_num_seqs": params.max_num_seqs} | params.engine_args,
+        }
+        done = child.run("eagle3nb.engine.extract_hidden_states", job, here.folder)
+        if not done.get("complete"):
+            raise Refused(
+                f"shard {params.shard} of {params.num_shards} is complete, the store is not: run the other shards, "
+                "then this stage again"
+            )
+        return here.finish(
+            **done,
+            layer_ids=layers,
+            store_fingerprint=store.fingerprint(),
+            store_samples=len(store),
+            store_tokens=store.info["tokens"],
+            store_bytes=folder_bytes(store.folder),
+        )
+
+
+def single_process(wanted: bool | None) -> bool:
+    """None means: one process on a CPU (half the start-up time, both cores), vLLM's ordinary ones on GPUs."""
+    return not torch.cuda.is_available() if wanted is None else wanted
+
+
+def layer_ids(params: ExtractHiddenStates, verifier: Verifier) -> list[int]:
+    """Auxiliary layer ids and, last, the number of layers (the final state before the final norm)."""
+    n = verifier.num_layers
+    wanted = params.layer_ids if params.layer_ids is not None else verifier.default_layer_ids
+    if not wanted or sorted(set(wanted)) != wanted or wanted[0] < 0 or wanted[-1] >= n:
+        raise Refused(
+            f"extract_hidden_states.layer_ids = {wanted}: wanted different ids in rising order from 0 to {n - 1} "
+            f"({verifier.name} has {n} layers; the final state is added by itself)"
+        )
+    return [*wanted, n]
+
+
+def declaration(
+    params: ExtractHiddenStates, verifier: Verifier, layers: list[int], data: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields of `eagle3nb.samples.Declaration` but the engine's dtype, which the child chooses."""
+    return {
+        "verifier": verifier.identity(),
+        "layer_ids": layers,
+        "hidden_size": verifier.hidden_size,
+        "dtype": "bfloat16",
+        "data_sha256": data["rows_sha256"],
+        "responses": data["responses"],
+        "temperature": params.temperature,
+        "seed": params.seed,
+    }
+
+
+def target_agreement(store: Store, verifier: Verifier, samples: int = 16) -> list[tuple[str, float]]:
+    """How often ``argmax(lm_head(norm(h)))`` of the last column is the next token, at response positions.
+
+    Beside the right reading the wrong ones that shapes do not reveal: they show what the figure would be.
+    """
+    head = verifier.weight("lm_head").float()
+    hits = dict.fromkeys(("before the final norm (right)", "norm left out", "norm applied twice", "shifted by one"), 0)
+    total = 0
+    for i in range(min(samples, len(store))):
+        row = store.dataset()[i]
+        target, wanted = row["input_ids"][1:], row["loss_mask"][1:].bool()
+        hidden = store.hidden_states(i, layer=-1)[:-1]
+        once = verifier.final_norm(hidden)
+        readings = (once, hidden.float(), verifier.final_norm(once), once.roll(1, 0))
+        for name, reading in zip(hits, readings, strict=True):
+            hits[name] += int(((reading @ head.T).argmax(-1) == target)[wanted].sum())
+        total += int(wanted.sum())
+    return [(name, count / max(1, total)) for name, count in hits.items()]

@@ -1,0 +1,309 @@
+"""Stage 01: chat data to token rows with a loss mask.
+
+In: JSONL files, ``datasets`` directories or hub ids with ``messages``, ``conversations`` (ShareGPT) or pre-tokenised
+rows. Out (``01_prepare_data/``): ``rows/`` and ``heldout/``, arrow datasets with
+
+==================  =====================================================================================
+``input_ids``       tokens of prompt and response; of the prompt alone where the response is to be generated
+``loss_mask``       same length: 1 = response token (the end-of-turn token included), 0 = prompt
+``max_new_tokens``  tokens still to be generated for this row; 0 where the response is given
+``prompt_tokens``   where the response begins
+``kind``, ``id``    from the source, where it has them
+==================  =====================================================================================
+
+One row per assistant turn. The mask comes from the boundary between the template's prompt (with its generation
+prompt) and its continuation, and the two are compared token by token.
+"""
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from eagle3nb import stage
+from eagle3nb.errors import Refused
+from eagle3nb.files import sha256_json
+from eagle3nb.params import PrepareData
+from eagle3nb.verifier import Verifier
+
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+def run(params: PrepareData) -> dict[str, Any]:
+    """Run the stage; returns (and writes) its ``result.json``."""
+    with stage.running("prepare_data", params) as here:
+        verifier = stage.verifier(params.run_dir)
+        heldout, heldout_counts = _build(params, verifier, params.heldout, params.max_heldout, "heldout", set())
+        prompts = {tuple(row["input_ids"][: row["prompt_tokens"]]) for row in heldout}
+        rows, counts = _build(params, verifier, params.train, params.max_samples, params.responses, prompts)
+        save(rows, here.folder / "rows")
+        save(heldout, here.folder / "heldout")
+        return here.finish(
+            rows=len(rows),
+            heldout_rows=len(heldout),
+            rows_sha256=sha256_json(rows),
+            responses=params.responses,
+            tokens=sum(len(row["input_ids"]) for row in rows),
+            response_tokens=sum(sum(row["loss_mask"]) for row in rows),
+            tokens_to_generate=sum(row["max_new_tokens"] for row in rows),
+            longest_row=max(len(row["input_ids"]) + row["max_new_tokens"] for row in rows),
+            counts=counts,
+            heldout_counts=heldout_counts,
+            kinds=dict(Counter(row["kind"] for row in rows)),
+            system_prompt=params.system_prompt,
+            chat_template=params.chat_template,
+            seed=params.seed,
+        )
+
+
+def save(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Write rows as an arrow dataset, in place of what was there."""
+    from datasets import Dataset
+
+    shutil.rmtree(folder, ignore_errors=True)
+    Dataset.from_list(rows).save_to_disk(folder)
+
+
+def _build(
+    params: PrepareData, verifier: Verifier, sources: list[str], limit: int | None, mode: str, known: set
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Rows of all sources in a seeded order, and what became of the ones that are not there."""
+    counts: Counter[str] = Counter()
+    template = ChatTemplate(verifier, params)
+    groups: list[list[dict[str, Any]]] = []
+    for source in sources:
+        found = 0
+        for number, record in enumerate(read_source(source)):
+            found += 1
+            counts["conversations"] += 1
+            rows = []
+            for row in rows_of(record, template, mode, counts, f"{source} row {number}"):
+                prompt = tuple(row["input_ids"][: row["prompt_tokens"]])
+                key = prompt if row["max_new_tokens"] else tuple(row["input_ids"])
+                if key in known:
+                    counts["dropped: duplicate or held-out prompt"] += 1
+                    continue
+                known.add(key)
+                row["id"] = str(record.get("id", f"{source}-{number}"))
+                row["kind"] = str(record.get("kind", "all"))
+                rows.append(row)
+            if rows:
+                groups.append(rows)
+        if not found:
+            raise Refused(f"source {source} is empty; give one with at least one conversation")
+    # Turns of one conversation stay together, so that none trains what another validates.
+    if mode != "heldout":
+        random.Random(params.seed).shuffle(groups)
+    rows = [row for group in groups for row in group][:limit]
+    counts["rows"] = len(rows)
+    if not rows:
+        reasons = ", ".join(f"{n} x {why}" for why, n in counts.items() if why.startswith("dropped"))
+        raise Refused(f"no row is left of {', '.join(sources)}: {reasons or 'nothing in them'}")
+    return rows, dict(counts)
+
+
+# ---- sources -----------------------------------------------------------------------------------------------
+
+
+def read_source(source: str) -> Iterator[dict[str, Any]]:
+    """The records of a source: ``builtin:NAME``, a JSONL/JSON/parquet file, a directory, or a hub id[@split]."""
+    import datasets
+
+    if source.startswith("builtin:"):
+        file = Path(__file__).parent / "data" / f"{source.removeprefix('builtin:')}.jsonl"
+        if not file.is_file():
+            known = ", ".join(f"builtin:{f.stem}" for f in sorted(file.parent.glob("*.jsonl")))
+            raise Refused(f"source {source}: unknown; known: {known}")
+        path = file
+    else:
+        path = Path(source).expanduser()
+    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+    try:
+        if path.is_file():
+            if path.stat().st_size == 0:
+                return iter(())
+            if path.suffix not in kinds:
+                raise Refused(f"source {source}: {path.suffix or 'no'} suffix; wanted .jsonl, .json or .parquet")
+            loaded = datasets.load_dataset(kinds[path.suffix], data_files=str(path), split="train", streaming=True)
+        elif (path / "state.json").is_file():
+            loaded = datasets.load_from_disk(str(path))
+        elif path.is_dir():
+            loaded = datasets.load_dataset(str(path), split="train", streaming=True)
+        elif source.startswith((".", "/", "~")) or path.suffix in kinds:
+            raise Refused(f"source {source}: no such file or directory")
+        else:
+            name, _, split = source.partition("@")
+            loaded = datasets.load_dataset(name, split=split or "train", streaming=True)
+    except Refused:
+        raise
+    except Exception as error:  # datasets raises many types; the user needs the one line
+        why = " ".join(str(error).split())[:200]
+        raise Refused(f"source {source}: cannot be read ({why})") from error
+    return _records(loaded, source)
+
+
+def _records(loaded: Any, source: str) -> Iterator[dict[str, Any]]:
+    try:
+        yield from loaded
+    except Exception as error:
+        why = " ".join(str(error).split())[:200]
+        raise Refused(f"source {source}: cannot be read ({why})") from error
+
+
+def conversation(record: dict[str, Any]) -> list[dict[str, str]] | None:
+    """The turns of a record as ``{role, content}``; None for a pre-tokenised one."""
+    if record.get("messages"):
+        return [{"role": turn["role"], "content": turn["content"]} for turn in record["messages"]]
+    if record.get("conversations"):
+        turns = record["conversations"]
+        return [{"role": SHAREGPT_ROLES.get(t["from"], t["from"]), "content": t["value"]} for t in turns]
+    return None
+
+
+# ---- rows --------------------------------------------------------------------------------------------------
+
+
+class ChatTemplate:
+    """The verifier's chat template with the limits of the params."""
+
+    def __init__(self, verifier: Verifier, params: PrepareData):
+        self.verifier, self.params, self.tokenizer = verifier, params, verifier.tokenizer
+        self.ends = set(verifier.eos_token_ids)
+        self.template = None
+        if params.chat_template:
+            file = Path(params.chat_template)
+            if not file.is_file():
+                raise Refused(f"prepare_data.chat_template: no such file {file}")
+            self.template = file.read_text()
+        if not (self.template or self.tokenizer.chat_template):
+            raise Refused(f"verifier {verifier.name} has no chat template; give one as prepare_data.chat_template")
+        self._check_boundary()
+
+    def ids(self, messages: list[dict[str, str]], prompt: bool) -> list[int]:
+        """Token ids of the turns; with ``prompt`` also what opens the assistant's next turn."""
+        return self.tokenizer.apply_chat_template(
+            messages,
+            chat_template=self.template,
+            add_generation_prompt=prompt,
+            tokenize=True,
+            return_dict=False,
+            **self.params.chat_template_kwargs,
+        )
+
+    def _check_boundary(self) -> None:
+        user = [{"role": "user", "content": "Hello"}]
+        if self.ids(user, prompt=True) == self.ids(user, prompt=False):
+            raise Refused(
+                "the chat template has no boundary: its prompt with and without add_generation_prompt are the same, "
+                "so the loss mask cannot be found; give a template with one as prepare_data.chat_template"
+            )
+
+
+def rows_of(
+    record: dict[str, Any], template: ChatTemplate, mode: str, counts: Counter, where: str
+) -> Iterator[dict[str, Any]]:
+    """Rows of one record; ``mode`` is ``given``, ``generate`` or ``heldout`` (the last prompt alone)."""
+    turns = conversation(record)
+    if turns is None:
+        yield from _pretokenised(record, template, mode, counts, where)
+        return
+    if not any(turn["role"] == "user" for turn in turns):
+        counts["dropped: no user turn"] += 1
+        return
+    if template.params.system_prompt and turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": template.params.system_prompt}, *turns]
+    assistants = [k for k, turn in enumerate(turns) if turn["role"] == "assistant" and k > 0]
+    if mode != "given" and turns[-1]["role"] == "user":
+        assistants.append(len(turns))
+    if mode == "heldout":
+        assistants = assistants[-1:]
+    if not assistants:
+        counts["dropped: no assistant turn"] += 1
+    for k in assistants:
+        row = _row(turns, k, template, mode, counts)
+        if row:
+            yield row
+
+
+def _row(turns: list[dict], k: int, template: ChatTemplate, mode: str, counts: Counter) -> dict[str, Any] | None:
+    """The row whose response is turn ``k``, or None (counted) where it cannot be used."""
+    params = template.params
+    prompt = template.ids(turns[:k], prompt=True)
+    if len(prompt) >= params.seq_len:
+        counts["dropped: prompt longer than seq_len"] += 1
+        return None
+    if mode != "given":
+        budget = min(params.max_new_tokens, params.seq_len - len(prompt))
+        return _as_row(prompt, len(prompt), budget)
+    full = template.ids(turns[: k + 1], prompt=False)
+    if full[: len(prompt)] != prompt:
+        counts["dropped: prompt is no prefix of the conversation"] += 1
+        return None
+    # What the template writes after the end of turn (a newline, say) is never generated: cut it off.
+    end = next((i for i in range(len(full) - 1, len(prompt) - 1, -1) if full[i] in template.ends), len(full) - 1)
+    full = full[: end + 1]
+    if len(full) > params.seq_len:
+        counts["truncated to seq_len"] += 1
+        full = full[: params.seq_len]
+    return _as_row(full, len(prompt), 0)
+
+
+def _pretokenised(
+    record: dict[str, Any], template: ChatTemplate, mode: str, counts: Counter, where: str
+) -> Iterator[dict[str, Any]]:
+    ids, mask = record.get("input_ids"), record.get("loss_mask")
+    if ids is None or mask is None:
+        found = ", ".join(map(str, record)) or "nothing"
+        raise Refused(f"{where}: wanted messages, conversations, or input_ids and loss_mask; found {found}")
+    ids, mask = list(map(int, ids)), list(map(int, mask))
+    if len(ids) != len(mask):
+        raise Refused(f"{where}: {len(ids)} input_ids but {len(mask)} loss_mask values")
+    if ids and not 0 <= min(ids) <= max(ids) < template.verifier.vocab_size:
+        raise Refused(
+            f"{where}: token id {max(ids)} is outside the verifier's vocabulary of {template.verifier.vocab_size}"
+        )
+    if 1 not in mask:
+        counts["dropped: loss mask all zero"] += 1
+        return
+    start = mask.index(1)
+    if mode != "given":
+        if start >= template.params.seq_len:
+            counts["dropped: prompt longer than seq_len"] += 1
+            return
+        yield _as_row(ids[:start], start, min(template.params.max_new_tokens, template.params.seq_len - start))
+        return
+    if len(ids) > template.params.seq_len:
+        counts["truncated to seq_len"] += 1
+        ids, mask = ids[: template.params.seq_len], mask[: template.params.seq_len]
+    if 1 not in mask:
+        counts["dropped: prompt longer than seq_len"] += 1
+        return
+    yield _as_row(ids, start, 0) | {"loss_mask": mask}
+
+
+def _as_row(ids: list[int], prompt_tokens: int, max_new_tokens: int) -> dict[str, Any]:
+    mask = [0] * prompt_tokens + [1] * (len(ids) - prompt_tokens)
+    return {
+        "input_ids": ids,
+        "loss_mask": mask,
+        "prompt_tokens": prompt_tokens,
+        "max_new_tokens": max_new_tokens,
+    }
+
+
+# ---- reading what the stage left ---------------------------------------------------------------------------
+
+
+def load(run_dir: Path | str) -> tuple[Any, Any]:
+    """(training rows, held-out rows) of a run, as datasets."""
+    from datasets import load_from_disk
+
+    here = stage.folder(run_dir, "prepare_data")
+    return load_from_disk(str(here / "rows")), load_from_disk(str(here / "heldout"))
+
+
+def row_lengths(rows: Any) -> list[int]:
+    """Tokens per row, those still to be generated included."""
+    return [len(ids) + new for ids, new in zip(rows["input_ids"], rows["max_new_tokens"], strict=True)]

@@ -1,0 +1,307 @@
+"""What people look at: tables, tensors, tokens and curves, the same in JupyterLab, under papermill and in HTML.
+
+Everything is a plain HTML table or a PNG, so it survives export. Text from models and data is escaped: tokens are
+untrusted. `save_plot` leaves the picture and the numbers behind it in the stage's ``plots/``.
+"""
+
+import html
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+import torch
+
+from eagle3nb.files import atomic_path, read_jsonl, write_json
+
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")  # Paul Tol's bright scheme
+RESPONSE = "rgba(34, 136, 51, 0.25)"
+CELL = "padding:2px 10px;text-align:{align};vertical-align:top;border:0"
+
+
+class Html:
+    """A piece of HTML that Jupyter renders; its text is what a terminal prints."""
+
+    def __init__(self, markup: str, text: str = ""):
+        self.markup, self.text = markup, text
+
+    def _repr_html_(self) -> str:
+        return self.markup
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def number(value: Any) -> str:
+    """A value as people read it: four significant digits, thousands apart, lists and dicts as JSON."""
+    if isinstance(value, bool) or value is None:
+        return "–" if value is None else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return str(value)
+        return f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
+    if isinstance(value, (list, tuple, dict)):
+        shown = [number(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return "[" + ", ".join(shown) + "]" if isinstance(shown, list) else json.dumps(value, default=str)
+    return str(value)
+
+
+def table(rows: Iterable[Sequence[Any]], headers: Sequence[str], caption: str = "") -> Html:
+    """A table; numbers to the right, everything escaped."""
+    rows = [list(row) for row in rows]
+
+    def line(cells: Sequence[Any], tag: str) -> str:
+        out = ""
+        for cell in cells:
+            numeric = isinstance(cell, (int, float)) and not isinstance(cell, bool)
+            style = CELL.format(align="right" if numeric else "left")
+            markup = cell.markup if isinstance(cell, Html) else html.escape(number(cell))
+            out += f'<{tag} style="{style}">{markup}</{tag}>'
+        return f"<tr>{out}</tr>"
+
+    head = "".join(f'<th style="{CELL.format(align="left")};font-weight:600">{html.escape(h)}</th>' for h in headers)
+    body = "".join(line(row, "td") for row in rows)
+    title = (
+        f'<caption style="text-align:left;padding:4px 10px;opacity:.7">{html.escape(caption)}</caption>'
+        if caption
+        else ""
+    )
+    markup = (
+        f'<div style="overflow-x:auto"><table style="border-collapse:collapse;font-size:13px">{title}'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+    text = "\n".join("  ".join(number(c) if not isinstance(c, Html) else repr(c) for c in row) for row in rows)
+    return Html(markup, text)
+
+
+def config(
+    first: Mapping[str, Any], second: Mapping[str, Any] | None = None, names: tuple[str, str] = ("", "")
+) -> Html:
+    """Fields of one config, or of two side by side with a mark where they differ."""
+    if second is None:
+        return table([(key, value) for key, value in first.items()], ("field", "value"))
+    keys = dict.fromkeys([*first, *second])
+    rows = [(k, first.get(k), second.get(k), "" if first.get(k) == second.get(k) else "≠") for k in keys]
+    return table(rows, ("field", *names, ""))
+
+
+def tensors(named: Mapping[str, torch.Tensor] | torch.Tensor) -> Html:
+    """One line per tensor: shape, dtype, MiB, range, mean, std, and NaN, Inf or all zeros in words."""
+    if isinstance(named, torch.Tensor):
+        named = {"tensor": named}
+    headers = ("name", "shape", "dtype", "MiB", "min", "max", "mean", "std", "remarks")
+    return table([_tensor_line(name, tensor) for name, tensor in named.items()], headers)
+
+
+def _tensor_line(name: str, tensor: torch.Tensor) -> list[Any]:
+    mib = tensor.numel() * tensor.element_size() / 2**20
+    line = [name, str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."), float(f"{mib:.3g}")]
+    if not tensor.numel():
+        return [*line, None, None, None, None, "empty"]
+    values = tensor.float()
+    finite = values[values.isfinite()]
+    nans, infs = int(values.isnan().sum()), int(values.isinf().sum())
+    remarks = [text for text, bad in ((f"{nans} NaN", nans), (f"{infs} Inf", infs)) if bad]
+    if not bool((values != 0).any()):
+        remarks.append("all zeros")
+    if tensor.dtype == torch.bool:
+        remarks.append(f"{int(values.sum()):,} true")
+    if not finite.numel():
+        return [*line, None, None, None, None, ", ".join(remarks)]
+    std = float(finite.std()) if finite.numel() > 1 else 0.0
+    return [*line, float(finite.min()), float(finite.max()), float(finite.mean()), std, ", ".join(remarks)]
+
+
+def tokens(tokenizer: Any, ids: Sequence[int], mask: Sequence[int], caption: str = "") -> Html:
+    """Decoded tokens, one box each; those with mask 1 (response, trained on) in green. Hover shows id and position."""
+    boxes = []
+    for position, (token, masked) in enumerate(zip(ids, mask, strict=True)):
+        text = tokenizer.decode([token])
+        shown = html.escape(visible(text)).replace("\n", "⏎<br>")
+        colour = RESPONSE if masked else "transparent"
+        boxes.append(
+            f'<span title="position {position}, id {token}, mask {int(masked)}" style="background:{colour};'
+            f'border-right:1px solid rgba(128,128,128,.3);unicode-bidi:isolate">{shown}</span>'
+        )
+    note = f"{len(ids)} tokens, {int(sum(mask))} of them response (green)"
+    title = html.escape(f"{caption}: {note}" if caption else note)
+    markup = (
+        f'<div style="font-size:13px;opacity:.7">{title}</div><div style="font-family:monospace;font-size:13px;'
+        f'white-space:pre-wrap;line-height:1.6;max-width:900px">{"".join(boxes)}</div>'
+    )
+    return Html(markup, f"{note}\n{tokenizer.decode(ids)}")
+
+
+def visible(text: str) -> str:
+    """Text with control and direction characters made visible, so that it cannot change how a page reads."""
+    out = []
+    for char in text:
+        code = ord(char)
+        hidden = (code < 32 and char != "\n") or code in (0x7F, 0x200E, 0x200F) or 0x202A <= code <= 0x202E
+        hidden = hidden or 0x2066 <= code <= 0x2069
+        out.append(f"⟨U+{code:04X}⟩" if hidden else char)
+    return "".join(out)
+
+
+def verdict(good: bool, text: str) -> Html:
+    """A coloured line: what was looked at, and whether it is as it should be."""
+    colour = "#228833" if good else "#cc3311"
+    mark = "✓" if good else "✗"
+    return Html(f'<div style="color:{colour};font-weight:600">{mark} {html.escape(text)}</div>', f"{mark} {text}")
+
+
+# ---- pictures ------------------------------------------------------------------------------------------------
+
+
+class Picture:
+    """A PNG with alternative text; Jupyter embeds it."""
+
+    def __init__(self, png: bytes, alt: str):
+        self.png, self.alt = png, alt
+
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict, dict]:
+        return {"image/png": self.png, "text/plain": self.alt}, {"image/png": {"alt": self.alt}}
+
+    def __repr__(self) -> str:
+        return self.alt
+
+
+def save_plot(figure: Any, folder: Path, name: str, alt: str, data: Any) -> Picture:
+    """Write ``plots/<name>.png`` and ``.json`` (``alt``, the data) below ``folder``; returns the picture."""
+    path = folder / "plots" / f"{name}.png"
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=110, bbox_inches="tight")
+    plt.close(figure)
+    write_json(path.with_suffix(".json"), {"alt": alt, "data": data})
+    return Picture(path.read_bytes(), alt)
+
+
+def _axes(title: str, x: str, y: str, width: float = 7.0) -> tuple[Any, Any]:
+    figure, axes = plt.subplots(figsize=(width, 3.2))
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def curves(
+    folder: Path, name: str, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: str, x: str, y: str,
+    *, log_x: bool = False, log_y: bool = False, markers: bool = False,
+) -> Picture:  # fmt: skip
+    """Lines over a common x axis: ``series`` is ``{label: (xs, ys)}``."""
+    figure, axes = _axes(title, x, y)
+    for colour, (label, (xs, ys)) in zip(COLOURS * 3, series.items(), strict=False):
+        axes.plot(xs, ys, color=colour, label=label, linewidth=1.5, marker="o" if markers else None, markersize=4)
+    if log_x:
+        axes.set_xscale("log")
+    if log_y:
+        axes.set_yscale("log")
+    if len(series) > 1:
+        axes.legend(frameon=False, fontsize=9)
+    ends = "; ".join(f"{label} ends at {number(float(ys[-1]))}" for label, (_, ys) in series.items() if len(ys))
+    data = {label: {"x": list(map(float, xs)), "y": list(map(float, ys))} for label, (xs, ys) in series.items()}
+    return save_plot(figure, folder, name, f"{title}: {y} over {x}; {ends}", data)
+
+
+def bars(folder: Path, name: str, groups: Mapping[str, Mapping[str, float]], title: str, y: str) -> Picture:
+    """Grouped bars: ``groups`` is ``{series: {label: value}}``."""
+    labels = list(dict.fromkeys(label for values in groups.values() for label in values))
+    figure, axes = _axes(title, "", y)
+    width = 0.8 / len(groups)
+    for k, (series, values) in enumerate(groups.items()):
+        places = [i + (k - (len(groups) - 1) / 2) * width for i in range(len(labels))]
+        axes.bar(places, [values.get(label, 0) for label in labels], width, color=COLOURS[k], label=series)
+    axes.set_xticks(
+        range(len(labels)), labels, rotation=30 if len(labels) > 5 else 0, ha="right" if len(labels) > 5 else "center"
+    )
+    if len(groups) > 1:
+        axes.legend(frameon=False, fontsize=9)
+    alt = f"{title}: " + "; ".join(
+        f"{s} " + ", ".join(f"{k} {number(v)}" for k, v in vs.items()) for s, vs in groups.items()
+    )
+    return save_plot(figure, folder, name, alt, {s: dict(vs) for s, vs in groups.items()})
+
+
+def layer_norms(folder: Path, hidden_states: torch.Tensor, layer_ids: Sequence[int]) -> Picture:
+    """RMS of each captured layer over the positions of one sample, ``hidden_states`` [seq, layers, hidden]."""
+    rms = hidden_states.float().pow(2).mean(-1).sqrt()  # [seq, layers]
+    positions = list(range(rms.shape[0]))
+    series = {f"layer {layer}": (positions, rms[:, k].tolist()) for k, layer in enumerate(layer_ids)}
+    return curves(folder, "layer_norms", series, "RMS of the hidden states", "position", "RMS", log_y=True)
+
+
+class Live:
+    """One output that is drawn anew at most every ``seconds``: call it with a function that makes the picture."""
+
+    def __init__(self, make: Any, seconds: float = 5.0):
+        import time
+
+        self.make, self.seconds, self.clock, self.last, self.handle = make, seconds, time.monotonic, 0.0, None
+
+    def __call__(self) -> None:
+        if self.clock() - self.last < self.seconds:
+            return
+        self.last = self.clock()
+        picture = self.make()
+        if picture is None:
+            return
+        from IPython.display import display
+
+        if self.handle is None:
+            self.handle = display(picture, display_id=True)
+        else:
+            self.handle.update(picture)
+
+
+def training(folder: Path, name: str) -> Picture | None:
+    """Loss per step and per validation from ``metrics.jsonl``; None before the first step."""
+    rows = read_jsonl(folder / "metrics.jsonl")
+    steps = [(row["step"], row["train"]["loss"]) for row in rows if "train" in row]
+    if not steps:
+        return None
+    series = {"training": tuple(zip(*steps, strict=True))}
+    # A validation's step is the number of steps before it.
+    points = [(row["step"], row["val"]["loss_epoch"]) for row in rows if "val" in row]
+    if points:
+        series["validation"] = tuple(zip(*points, strict=True))
+    return curves(folder, name, series, "Loss", "step", "loss")
+
+
+def accuracy(folder: Path, validations: list[dict[str, Any]]) -> Picture:
+    """Validation accuracy per draft position over the epochs (``full_acc_k``)."""
+    positions = sorted(key for key in validations[-1]["val"] if key.startswith("full_acc_"))
+    epochs = [row["epoch"] + 1 for row in validations]
+    series = {f"position {key.split('_')[2]}": (epochs, [row["val"][key] for row in validations]) for key in positions}
+    return curves(
+        folder, "accuracy", series, "Validation accuracy by draft position", "epoch", "share right", markers=True
+    )
+
+
+def steps(tokenizer: Any, response: Mapping[str, Any], num_speculative_tokens: int) -> Html:
+    """A response with the draft as a strip: one box per verifier step, darker the more draft tokens it accepted."""
+    drafted = response["with_draft"][str(num_speculative_tokens)]
+    boxes, start = [], 0
+    for size in drafted["steps"]:
+        text = html.escape(visible(tokenizer.decode(drafted["tokens"][start : start + size]))).replace("\n", "⏎<br>")
+        shade = 0.08 + 0.18 * (size - 1)
+        boxes.append(
+            f'<span title="{size} token(s) in this step, {size - 1} accepted" '
+            f'style="background:rgba(68,119,170,{shade:.2f});'
+            f'border-right:2px solid rgba(128,128,128,.5);unicode-bidi:isolate">{text}</span>'
+        )
+        start += size
+    note = f"{response['id']}: {len(drafted['tokens'])} tokens in {len(drafted['steps'])} steps"
+    markup = (
+        f'<div style="font-size:13px;opacity:.7">{html.escape(note)}</div><div style="font-family:monospace;'
+        f'font-size:13px;white-space:pre-wrap;line-height:1.6;max-width:900px">{"".join(boxes)}</div>'
+    )
+    return Html(markup, note)

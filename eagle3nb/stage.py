@@ -1,0 +1,129 @@
+"""What every stage does: find its folder and its inputs, know whether its output still holds, leave ``result.json``.
+
+A stage reads what earlier ones left on disk, never their code. ``result.json`` carries the stage's fingerprint: its
+parameters, the fingerprints of the stages it reads, the files its parameters name, and the package's own source.
+The same fingerprint means the same output.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from eagle3nb import __version__
+from eagle3nb import verifier as verifiers
+from eagle3nb.errors import Refused
+from eagle3nb.files import read_json, sha256_file, sha256_json, write_json
+from eagle3nb.params import STAGES, StageParams
+
+# stage -> the stages whose output it reads
+READS: dict[str, list[str]] = {
+    "preflight": [],
+    "prepare_data": ["preflight"],
+    "extract_hidden_states": ["preflight", "prepare_data"],
+    "build_vocab_mapping": ["preflight", "extract_hidden_states"],
+    "train": ["preflight", "extract_hidden_states", "build_vocab_mapping"],
+    "evaluate": ["preflight", "prepare_data", "train"],
+}
+
+
+def label(name: str) -> str:
+    """``04_train`` for ``train``: the name of its notebook and its output folder."""
+    return f"{list(STAGES).index(name):02d}_{name}"
+
+
+def folder(run_dir: Path | str, name: str) -> Path:
+    """The output folder of a stage."""
+    return Path(run_dir) / label(name)
+
+
+def result(run_dir: Path | str, name: str) -> dict[str, Any]:
+    """``result.json`` of a finished stage; ``Refused`` where it has not been run."""
+    found = read_json(folder(run_dir, name) / "result.json")
+    if found is None:
+        raise Refused(f"{folder(run_dir, name)} has no result.json: run the stage {name} first (or check run_dir)")
+    return found
+
+
+def verifier(run_dir: Path | str) -> verifiers.Verifier:
+    """The verifier that the preflight of this run resolved."""
+    found = result(run_dir, "preflight")["verifier"]
+    if not Path(found["path"]).is_dir():
+        raise Refused(f"the verifier is no longer in {found['path']}; run the stage preflight again")
+    return verifiers.Verifier(found["name"], Path(found["path"]), found["trust_remote_code"])
+
+
+@cache
+def _source_digest() -> str:
+    digest = hashlib.sha256(__version__.encode())
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _file_state(value: Any) -> Any:
+    """What tells whether a file or directory named by a parameter has changed; None for anything else."""
+    if isinstance(value, list):
+        return [_file_state(item) for item in value]
+    if not isinstance(value, str) or len(value) > 1000:
+        return None
+    path = Path(value).expanduser()
+    if path.is_file():
+        return sha256_file(path)
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.is_file())
+        return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files[:10000]]
+    return None
+
+
+def fingerprint(name: str, params: StageParams) -> str:
+    """Changes when anything changes that the stage's output depends on."""
+    values = params.model_dump(exclude={"run_dir"})
+    earlier = {read: result(params.run_dir, read)["fingerprint"] for read in READS[name]}
+    named = {key: _file_state(value) for key, value in values.items()}
+    return sha256_json([name, values, earlier, named, _source_digest()])
+
+
+def is_done(name: str, params: StageParams) -> bool:
+    """Whether the stage's output is complete and made from the same inputs."""
+    found = read_json(folder(params.run_dir, name) / "result.json")
+    try:
+        return found is not None and found["fingerprint"] == fingerprint(name, params)
+    except Refused:  # an earlier stage is missing
+        return False
+
+
+@dataclass
+class Running:
+    """A stage at work. ``folder`` is its own; ``finish`` writes its figures as ``result.json``."""
+
+    name: str
+    folder: Path
+    fingerprint: str
+    started: float
+
+    def finish(self, **figures: Any) -> dict[str, Any]:
+        seconds = round(time.time() - self.started, 2)
+        value = {"stage": self.name, "fingerprint": self.fingerprint, "seconds": seconds, **figures}
+        write_json(self.folder / "result.json", value)
+        return read_json(self.folder / "result.json")
+
+
+@contextmanager
+def running(name: str, params: StageParams) -> Iterator[Running]:
+    """Open a stage's folder for new output; an old ``result.json`` is gone before anything else changes."""
+    here = folder(params.run_dir, name)
+    mark = fingerprint(name, params)
+    here.mkdir(parents=True, exist_ok=True)
+    (here / "result.json").unlink(missing_ok=True)
+    (here / "child.json").unlink(missing_ok=True)
+    try:
+        yield Running(name, here, mark, time.time())
+    except OSError as error:
+        if error.errno != 28:  # ENOSPC
+            raise
+        raise Refused(f"the disk of {here} is full; free some space and run the stage again") from error

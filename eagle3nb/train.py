@@ -1,0 +1,162 @@
+"""Stage 04: train the draft with speculators' own trainer, in a child process.
+
+Out (``04_train/``): ``checkpoints/<epoch>/`` as speculators writes them (config.json, model.safetensors, optimizer),
+``checkpoints/checkpoint_best`` (a link), ``metrics.jsonl`` (one line per step and per validation). A stopped run goes
+on from its last complete checkpoint; checkpoints of other inputs are kept under another name.
+
+Validation gives, per draft position k, ``full_acc_k``: the share of positions where the draft's tokens 0..k all equal
+the verifier's choice. This is what vLLM later counts as accepted at position k, so 1 + their sum predicts the
+acceptance length; the best checkpoint is the one where it is highest.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3nb import child, stage
+from eagle3nb.errors import Refused
+from eagle3nb.files import read_json, read_jsonl, sha256_file
+from eagle3nb.params import Train
+from eagle3nb.verifier import Verifier
+
+
+def run(params: Train, on_poll: Callable[[], None] | None = None) -> dict[str, Any]:
+    """Run the stage; returns (and writes) its ``result.json``. ``on_poll`` draws live curves."""
+    child.refuse_if_no_module("speculators")
+    with stage.running("train", params) as here:
+        verifier = stage.verifier(params.run_dir)
+        extracted = stage.result(params.run_dir, "extract_hidden_states")
+        mapping = stage.result(params.run_dir, "build_vocab_mapping")
+        job = {
+            "config": trainer_config(params, verifier, extracted["layer_ids"], mapping, here.folder),
+            "inputs": {"store": extracted["store_fingerprint"], "mapping": mapping["sha256"]},
+            "metrics": str(here.folder / "metrics.jsonl"),
+        }
+        done = child.run("eagle3nb.engine.train", job, here.folder, launcher=launcher(params.num_gpus), on_poll=on_poll)
+        best = Path(done["best_checkpoint"])
+        return here.finish(
+            **done | {"best_checkpoint": str(best.relative_to(here.folder))},
+            layer_ids=extracted["layer_ids"][:-1],
+            draft_vocab_size=mapping["draft_vocab_size"],
+            checkpoint_sha256=sha256_file(best / "model.safetensors"),
+            checkpoint_bytes=(best / "model.safetensors").stat().st_size,
+        )
+
+
+def launcher(num_gpus: int | None) -> list[str] | None:
+    """torchrun for several GPUs, None (plain python) for one or a CPU."""
+    available = torch.cuda.device_count()
+    count = num_gpus or max(1, available)
+    if count > max(1, available):
+        raise Refused(f"train.num_gpus = {count}: this machine has {available}")
+    if count == 1:
+        return None
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+
+
+def trainer_config(
+    params: Train, verifier: Verifier, layer_ids: list[int], mapping: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    """speculators' flat TrainConfig fields for these parameters; ``trainer_args`` go over everything."""
+    cpu = not torch.cuda.is_available()
+    optimizer = params.optimizer if params.optimizer != "auto" else ("adamw" if cpu else "muon")
+    mapping_folder = stage.folder(params.run_dir, "build_vocab_mapping")
+    config: dict[str, Any] = {
+        "speculator_type": "eagle3",
+        "verifier_name_or_path": str(verifier.path),
+        "trust_remote_code": verifier.trust_remote_code,
+        "target_layer_ids": layer_ids[:-1],
+        # Unused by EAGLE-3, but unset it would load the verifier's processor to look for one.
+        "mask_token_id": verifier.eos_token_ids[0],
+        "draft_vocab_size": mapping["draft_vocab_size"],
+        "d2t_path": str(mapping_folder / "d2t.npy"),
+        "t2d_path": str(mapping_folder / "t2d.npy"),
+        "data_path": str(stage.folder(params.run_dir, "extract_hidden_states") / "store"),
+        "on_missing": "raise",
+        "total_seq_len": params.tokens_per_step,
+        "train_data_ratio": params.train_share,
+        "ttt_steps": params.ttt_steps,
+        "epochs": params.epochs,
+        "lr": params.lr,
+        "optimizer": optimizer,
+        "scheduler_type": params.scheduler,
+        "scheduler_warmup_ratio": params.warmup_ratio,
+        "checkpoint_freq": params.checkpoint_every,
+        "save_best": params.keep_only_best,
+        "save_path": str(folder / "checkpoints"),
+        "log_dir": str(folder / "logs"),
+        "seed": params.seed,
+    }
+    for name, value in (
+        ("draft_config", params.draft_config),
+        ("from_pretrained", params.from_pretrained),
+        ("num_layers", params.num_layers),
+    ):
+        if value is not None:
+            config[name] = value
+    for name in ("draft_config", "from_pretrained"):
+        value = config.get(name)
+        if value and value.startswith((".", "/", "~")) and not Path(value).expanduser().exists():
+            raise Refused(f"train.{name}: no such file or directory {value}")
+    if cpu:
+        config |= {
+            "draft_attn_impl": "sdpa",
+            "loss_implementation": "eager",
+            "hidden_states_dtype": "float32",
+            "num_workers": 0,
+        }
+    else:
+        config["num_workers"] = max(1, min(8, (os.cpu_count() or 2) // max(1, torch.cuda.device_count())))
+    check_trainer_args(params.trainer_args)
+    return config | params.trainer_args
+
+
+def check_trainer_args(trainer_args: dict[str, Any]) -> None:
+    """``Refused`` where a key is no field of speculators' TrainConfig."""
+    from speculators.train.config.schema import CONFIG_DESTS
+
+    for key in trainer_args:
+        if key not in CONFIG_DESTS:
+            near = difflib.get_close_matches(key, CONFIG_DESTS, 1, 0.3)
+            hint = f"; nearest: {near[0]}" if near else ""
+            raise Refused(f"train.trainer_args.{key}: no field of speculators' TrainConfig{hint}")
+
+
+def metrics(run_dir: Path | str) -> tuple[list[dict], list[dict]]:
+    """(one row per logged step, one row per validation) of a run's ``metrics.jsonl``."""
+    rows = read_jsonl(stage.folder(run_dir, "train") / "metrics.jsonl")
+    return [row for row in rows if "train" in row], [row for row in rows if "val" in row]
+
+
+def predicted_acceptance(validation: dict[str, float]) -> list[float]:
+    """Share accepted per draft position, as a validation row's ``full_acc_k`` predict it."""
+    found = []
+    while (key := f"full_acc_{len(found)}_epoch") in validation:
+        found.append(validation[key])
+    return found
+
+
+def checkpoint(run_dir: Path | str, given: str | None = None) -> Path:
+    """The draft checkpoint of a run (the best one), or the given one."""
+    folder = stage.folder(run_dir, "train")
+    path = Path(given).expanduser() if given else folder / stage.result(run_dir, "train")["best_checkpoint"]
+    if not (path / "config.json").is_file() or not (path / "model.safetensors").is_file():
+        raise Refused(f"draft checkpoint {path}: wanted config.json and model.safetensors in it")
+    return path
+
+
+def draft_config(path: Path) -> dict[str, Any]:
+    """A checkpoint's config as plain JSON."""
+    return read_json(path / "config.json")
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by name."""
+    from safetensors.torch import load_file
+
+    return load_file(path / "model.safetensors")
