@@ -20,15 +20,20 @@ class Progress:
     """Writes ``progress.json`` at most twice a second; the parent draws it."""
 
     def __init__(self, path: Path):
-        self.path, self.last = path, 0.0
+        self.path, self.last, self.state = path, 0.0, {}
 
     def __call__(self, *, force: bool = False, **state: Any) -> None:
+        self.state = state
         now = time.monotonic()
         if force or now - self.last > 0.5:
             self.last = now
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(state))
-            os.replace(temporary, self.path)
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the last word even if it was too early for it."""
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.state))
+        os.replace(temporary, self.path)
 
 
 def die_with_parent() -> None:
@@ -41,9 +46,10 @@ def run_job(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None:
     """Run ``work(job, progress)`` for the job file named on the command line and write what it returns."""
     die_with_parent()
     path = Path(sys.argv[1])
-    job = read_json(path)
+    job, progress = read_json(path), Progress(path.with_name("progress.json"))
     try:
-        result = work(job, Progress(path.with_name("progress.json")))
+        result = work(job, progress)
+        progress.flush()
     except Refused as error:
         sys.exit(f"eagle3nb: {error}")
     except OSError as error:
