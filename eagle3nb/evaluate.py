@@ -11,9 +11,7 @@ from collections import defaultdict
 from statistics import mean
 from typing import Any
 
-from eagle3nb import child, stage
-from eagle3nb import train as train_stage
-from eagle3nb.extract_hidden_states import single_process
+from eagle3nb import child, draft, stage
 from eagle3nb.files import read_json, write_json
 from eagle3nb.params import Evaluate
 
@@ -24,12 +22,12 @@ def run(params: Evaluate) -> dict[str, Any]:
 
     child.refuse_if_no_module("vllm")
     with stage.running("evaluate", params) as here:
-        draft = train_stage.checkpoint(params.run_dir, params.checkpoint)
+        checkpoint = draft.of_run(params.run_dir, params.checkpoint)
         heldout = load_from_disk(str(stage.folder(params.run_dir, "prepare_data") / "heldout"))
         rows = [heldout[i] for i in range(min(len(heldout), params.max_prompts or len(heldout)))]
         numbers = params.num_speculative_tokens
         numbers = numbers if isinstance(numbers, list) else [numbers]
-        measured = _measure(params, rows, [0, *numbers], str(draft), here.folder)
+        measured = _measure(params, rows, [0, *numbers], str(checkpoint), here.folder)
         base, drafts = measured[0], {k: measured[k] for k in numbers}
         figures = {k: _compare(base, drafts[k], rows) for k in numbers}
         best = max(figures, key=lambda k: figures[k]["speedup"])
@@ -40,9 +38,7 @@ def run(params: Evaluate) -> dict[str, Any]:
             prompts=len(rows),
             by_num_speculative_tokens=figures,
             predicted_acceptance_by_position=_predicted(params),
-            checkpoint=str(
-                draft.relative_to(here.folder.parent) if draft.is_relative_to(here.folder.parent) else draft
-            ),
+            checkpoint=params.checkpoint or str(checkpoint.relative_to(here.folder.parent)),
             concurrency=params.concurrency,
             dtype=base["turns"][0]["dtype"],
             peak_rss_mib=max(turn["peak_rss_mib"] for m in measured.values() for turn in m["turns"]),
@@ -56,7 +52,7 @@ def _predicted(params: Evaluate) -> list[float] | None:
 
 
 def _measure(
-    params: Evaluate, rows: list[dict], numbers: list[int], draft: str, folder: Any
+    params: Evaluate, rows: list[dict], numbers: list[int], checkpoint: str, folder: Any
 ) -> dict[int, dict[str, Any]]:
     """Per number of draft tokens (0: without the draft): quality once and ``rounds`` timed turns."""
     verifier = stage.verifier(params.run_dir)
@@ -69,7 +65,7 @@ def _measure(
                 "label": f"round {turn + 1} of {params.rounds}, {label}",
                 "verifier_path": str(verifier.path),
                 "trust_remote_code": verifier.trust_remote_code,
-                "draft": draft if number else None,
+                "draft": checkpoint if number else None,
                 "num_speculative_tokens": number,
                 "prompts": prompts,
                 "speed_prompts": params.speed_prompts,
@@ -80,7 +76,7 @@ def _measure(
                 "max_num_seqs": params.max_num_seqs,
                 "dtype": params.dtype,
                 "seed": params.seed,
-                "single_process": single_process(params.single_process),
+                "single_process": stage.single_process(params.single_process),
                 "engine_args": {"max_num_seqs": params.max_num_seqs} | params.engine_args,
             }
             done = child.run("eagle3nb.engine.evaluate", job, folder)

@@ -7,8 +7,6 @@ killed run goes on where it stopped; a store made from other inputs is kept unde
 
 from typing import Any
 
-import torch
-
 from eagle3nb import child, stage
 from eagle3nb.errors import Refused
 from eagle3nb.files import folder_bytes
@@ -40,7 +38,7 @@ def run(params: ExtractHiddenStates) -> dict[str, Any]:
             "dtype": params.dtype,
             "shard": params.shard,
             "num_shards": params.num_shards,
-            "single_process": single_process(params.single_process),
+            "single_process": stage.single_process(params.single_process),
             "seed": params.seed,
             "engine_args": {"max_num_seqs": params.max_num_seqs} | params.engine_args,
         }
@@ -58,11 +56,6 @@ def run(params: ExtractHiddenStates) -> dict[str, Any]:
             store_tokens=store.info["tokens"],
             store_bytes=folder_bytes(store.folder),
         )
-
-
-def single_process(wanted: bool | None) -> bool:
-    """None means: one process on a CPU (half the start-up time, both cores), vLLM's ordinary ones on GPUs."""
-    return not torch.cuda.is_available() if wanted is None else wanted
 
 
 def layer_ids(params: ExtractHiddenStates, verifier: Verifier) -> list[int]:
@@ -98,11 +91,11 @@ def target_agreement(store: Store, verifier: Verifier, samples: int = 16) -> lis
 
     Beside the right reading the wrong ones that shapes do not reveal: they show what the figure would be.
     """
-    head = verifier.weight("lm_head").float()
+    head, data = verifier.weight("lm_head").float(), store.dataset()
     hits = dict.fromkeys(("before the final norm (right)", "norm left out", "norm applied twice", "shifted by one"), 0)
     total = 0
     for i in range(min(samples, len(store))):
-        row = store.dataset()[i]
+        row = data[i]
         target, wanted = row["input_ids"][1:], row["loss_mask"][1:].bool()
         hidden = store.hidden_states(i, layer=-1)[:-1]
         once = verifier.final_norm(hidden)

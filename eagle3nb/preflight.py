@@ -16,6 +16,7 @@ import psutil
 
 from eagle3nb import stage
 from eagle3nb import verifier as verifiers
+from eagle3nb.conversations import read_source
 from eagle3nb.errors import Refused
 from eagle3nb.files import read_json
 from eagle3nb.params import Params, Preflight
@@ -105,10 +106,8 @@ def planned(run_dir: str) -> Params:
 
 def estimate_run(verifier: verifiers.Verifier, params: Params) -> dict[str, Any]:
     """Upper bounds for tokens and disk; time from stated throughputs (tokens/s), each with its origin."""
-    from eagle3nb.prepare_data import read_source
-
     data, train = params.prepare_data, params.train
-    rows = _count_rows(data.train, read_source)
+    rows = _count_rows(data.train)
     if rows is not None and data.max_samples:
         rows = min(rows, data.max_samples)
     samples = rows if rows is not None else data.max_samples
@@ -145,7 +144,7 @@ FLOPS = {
 ENGINE_START_SECONDS = {"cpu": 30, "cuda": 120}
 
 
-def _count_rows(sources: list[str], read_source: Any) -> int | None:
+def _count_rows(sources: list[str]) -> int | None:
     """Rows of the sources that can be counted at once; None where one is on the hub."""
     if not all(source.startswith("builtin:") or Path(source).expanduser().exists() for source in sources):
         return None

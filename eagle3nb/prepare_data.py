@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle3nb import stage
+from eagle3nb.conversations import read_source, turns_of
 from eagle3nb.errors import Refused
 from eagle3nb.files import sha256_json
 from eagle3nb.params import PrepareData
 from eagle3nb.verifier import Verifier
-
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
 def run(params: PrepareData) -> dict[str, Any]:
@@ -104,64 +103,6 @@ def _build(
     return rows, dict(counts)
 
 
-# ---- sources -----------------------------------------------------------------------------------------------
-
-
-def read_source(source: str) -> Iterator[dict[str, Any]]:
-    """The records of a source: ``builtin:NAME``, a JSONL/JSON/parquet file, a directory, or a hub id[@split]."""
-    import datasets
-
-    if source.startswith("builtin:"):
-        file = Path(__file__).parent / "data" / f"{source.removeprefix('builtin:')}.jsonl"
-        if not file.is_file():
-            known = ", ".join(f"builtin:{f.stem}" for f in sorted(file.parent.glob("*.jsonl")))
-            raise Refused(f"source {source}: unknown; known: {known}")
-        path = file
-    else:
-        path = Path(source).expanduser()
-    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-    try:
-        if path.is_file():
-            if path.stat().st_size == 0:
-                return iter(())
-            if path.suffix not in kinds:
-                raise Refused(f"source {source}: {path.suffix or 'no'} suffix; wanted .jsonl, .json or .parquet")
-            loaded = datasets.load_dataset(kinds[path.suffix], data_files=str(path), split="train", streaming=True)
-        elif (path / "state.json").is_file():
-            loaded = datasets.load_from_disk(str(path))
-        elif path.is_dir():
-            loaded = datasets.load_dataset(str(path), split="train", streaming=True)
-        elif source.startswith((".", "/", "~")) or path.suffix in kinds:
-            raise Refused(f"source {source}: no such file or directory")
-        else:
-            name, _, split = source.partition("@")
-            loaded = datasets.load_dataset(name, split=split or "train", streaming=True)
-    except Refused:
-        raise
-    except Exception as error:  # datasets raises many types; the user needs the one line
-        why = " ".join(str(error).split())[:200]
-        raise Refused(f"source {source}: cannot be read ({why})") from error
-    return _records(loaded, source)
-
-
-def _records(loaded: Any, source: str) -> Iterator[dict[str, Any]]:
-    try:
-        yield from loaded
-    except Exception as error:
-        why = " ".join(str(error).split())[:200]
-        raise Refused(f"source {source}: cannot be read ({why})") from error
-
-
-def conversation(record: dict[str, Any]) -> list[dict[str, str]] | None:
-    """The turns of a record as ``{role, content}``; None for a pre-tokenised one."""
-    if record.get("messages"):
-        return [{"role": turn["role"], "content": turn["content"]} for turn in record["messages"]]
-    if record.get("conversations"):
-        turns = record["conversations"]
-        return [{"role": SHAREGPT_ROLES.get(t["from"], t["from"]), "content": t["value"]} for t in turns]
-    return None
-
-
 # ---- rows --------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +146,7 @@ def rows_of(
     record: dict[str, Any], template: ChatTemplate, mode: str, counts: Counter, where: str
 ) -> Iterator[dict[str, Any]]:
     """Rows of one record; ``mode`` is ``given``, ``generate`` or ``heldout`` (the last prompt alone)."""
-    turns = conversation(record)
+    turns = turns_of(record)
     if turns is None:
         yield from _pretokenised(record, template, mode, counts, where)
         return

@@ -57,6 +57,13 @@ def verifier(run_dir: Path | str) -> verifiers.Verifier:
     return verifiers.Verifier(found["name"], Path(found["path"]), found["trust_remote_code"])
 
 
+def single_process(wanted: bool | None) -> bool:
+    """None means: one process on a CPU (half the start-up time, both cores), vLLM's ordinary ones on GPUs."""
+    import torch
+
+    return not torch.cuda.is_available() if wanted is None else wanted
+
+
 @cache
 def _source_digest() -> str:
     digest = hashlib.sha256(__version__.encode())

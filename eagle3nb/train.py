@@ -20,7 +20,7 @@ import torch
 
 from eagle3nb import child, stage
 from eagle3nb.errors import Refused
-from eagle3nb.files import read_json, read_jsonl, sha256_file
+from eagle3nb.files import read_jsonl, sha256_file
 from eagle3nb.params import Train
 from eagle3nb.verifier import Verifier
 
@@ -131,32 +131,3 @@ def metrics(run_dir: Path | str) -> tuple[list[dict], list[dict]]:
     """(one row per logged step, one row per validation) of a run's ``metrics.jsonl``."""
     rows = read_jsonl(stage.folder(run_dir, "train") / "metrics.jsonl")
     return [row for row in rows if "train" in row], [row for row in rows if "val" in row]
-
-
-def predicted_acceptance(validation: dict[str, float]) -> list[float]:
-    """Share accepted per draft position, as a validation row's ``full_acc_k`` predict it."""
-    found = []
-    while (key := f"full_acc_{len(found)}_epoch") in validation:
-        found.append(validation[key])
-    return found
-
-
-def checkpoint(run_dir: Path | str, given: str | None = None) -> Path:
-    """The draft checkpoint of a run (the best one), or the given one."""
-    folder = stage.folder(run_dir, "train")
-    path = Path(given).expanduser() if given else folder / stage.result(run_dir, "train")["best_checkpoint"]
-    if not (path / "config.json").is_file() or not (path / "model.safetensors").is_file():
-        raise Refused(f"draft checkpoint {path}: wanted config.json and model.safetensors in it")
-    return path
-
-
-def draft_config(path: Path) -> dict[str, Any]:
-    """A checkpoint's config as plain JSON."""
-    return read_json(path / "config.json")
-
-
-def tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint by name."""
-    from safetensors.torch import load_file
-
-    return load_file(path / "model.safetensors")

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from eagle3nb import prepare_data, verifier
+from eagle3nb.conversations import read_source
 from eagle3nb.errors import Refused
 from eagle3nb.params import PrepareData
 
@@ -162,7 +163,7 @@ def test_turns_of_a_conversation_stay_together(tiny_verifier, jsonl):
 
 @pytest.mark.parametrize(("name", "least"), [("train_prompts", 400), ("heldout_prompts", 40)])
 def test_the_built_in_prompts(name, least):
-    found = list(prepare_data.read_source(f"builtin:{name}"))
+    found = list(read_source(f"builtin:{name}"))
     assert len(found) >= least
     assert len({row["kind"] for row in found}) >= 8
     assert len({json.dumps(row["messages"]) for row in found}) == len(found)
@@ -170,5 +171,5 @@ def test_the_built_in_prompts(name, least):
 
 
 def test_built_in_held_out_prompts_are_not_in_the_training_ones():
-    train = {row["messages"][-1]["content"] for row in prepare_data.read_source("builtin:train_prompts")}
-    assert not train & {row["messages"][-1]["content"] for row in prepare_data.read_source("builtin:heldout_prompts")}
+    train = {row["messages"][-1]["content"] for row in read_source("builtin:train_prompts")}
+    assert not train & {row["messages"][-1]["content"] for row in read_source("builtin:heldout_prompts")}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from eagle3nb.prepare_data import read_source
+from eagle3nb.conversations import read_source
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "

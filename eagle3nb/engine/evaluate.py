@@ -16,19 +16,15 @@ from eagle3nb.engine.job import Progress, run_job
 def evaluate(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Serve the prompts of the job; returns responses, steps, counters and timings."""
     progress(force=True, phase=f"{job['label']}: starting the engine", done=0, total=0)
-    settings.prepare_environment(single_process=job["single_process"])
-    started = time.monotonic()
-    from vllm import LLM
-
-    arguments = settings.engine_arguments(job) | {"disable_log_stats": False}
+    started, own = time.monotonic(), {"disable_log_stats": False}
     if job["draft"]:
-        arguments["speculative_config"] = {
+        own["speculative_config"] = {
             "method": "eagle3",
             "model": job["draft"],
             "num_speculative_tokens": job["num_speculative_tokens"],
         }
-    llm = LLM(**arguments)
-    result: dict[str, Any] = {"engine_start_seconds": time.monotonic() - started, "dtype": arguments["dtype"]}
+    llm, dtype = settings.start_llm(job, **own)
+    result: dict[str, Any] = {"engine_start_seconds": time.monotonic() - started, "dtype": dtype}
     prompts = job["prompts"]
     serve(llm, prompts[:1], job["max_new_tokens"], 1)  # the first requests also pay for kernels being chosen
     if job["measure_quality"]:

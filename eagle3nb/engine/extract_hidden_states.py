@@ -21,7 +21,6 @@ def extract(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
     from datasets import load_from_disk
 
     progress(force=True, phase="starting the engine", done=0, total=0)
-    settings.prepare_environment(single_process=job["single_process"])
     rows = load_from_disk(job["rows"])
     store = Store(job["store"])
     dtype = settings.choose_dtype(job["dtype"])
@@ -58,12 +57,12 @@ def _dataset_row(store: Store, row: dict[str, Any], i: int) -> dict[str, Any]:
 
 def _run_engine(job: dict[str, Any], rows: Any, todo: list[int], store: Store, progress: Progress) -> dict[str, Any]:
     started = time.monotonic()
-    from vllm import LLM, SamplingParams
-
     mechanism = capture.choose(job["capture"])
     way = capture.MECHANISMS[mechanism](job["declaration"]["layer_ids"], store.folder / ".connector")
-    llm = LLM(**{**settings.engine_arguments(job), **way.engine_arguments})
+    llm, _ = settings.start_llm(job, **way.engine_arguments)
     way.attach(llm)
+    from vllm import SamplingParams
+
     engine, ends = llm.llm_engine, set(job["eos_token_ids"])
     ready = time.monotonic()
 

@@ -5,10 +5,13 @@ itself; one process and both cores give the most tokens/s. ``enforce_eager`` bec
 little on a CPU.
 """
 
+import difflib
 import os
 from typing import Any
 
 import torch
+
+from eagle3nb.errors import Refused
 
 
 def device() -> str:
@@ -37,12 +40,19 @@ def prepare_environment(*, single_process: bool) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-        if single_process:
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if single_process:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
-def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's arguments for a job: what the device needs, then the job's own ``engine_args`` over it."""
+def start_llm(job: dict[str, Any], **own: Any) -> tuple[Any, str]:
+    """vLLM for a job and its dtype: what the device needs, ``own`` of the caller, the job's ``engine_args``."""
+    prepare_environment(single_process=job["single_process"])
+    from vllm import LLM, EngineArgs
+
+    for key in job["engine_args"]:
+        if key not in EngineArgs.__dataclass_fields__:
+            near = difflib.get_close_matches(key, EngineArgs.__dataclass_fields__, 1, 0.3)
+            raise Refused(f"engine_args.{key}: no argument of vLLM" + (f"; nearest: {near[0]}" if near else ""))
     arguments: dict[str, Any] = {
         "model": job["verifier_path"],
         "dtype": choose_dtype(job["dtype"]),
@@ -53,7 +63,11 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
         "enable_prefix_caching": False,
     }
     if device() == "cpu":
-        arguments |= {"enforce_eager": True}
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-            arguments |= {"distributed_executor_backend": "uni"}
-    return arguments | job["engine_args"]
+        arguments["enforce_eager"] = True
+        if job["single_process"]:
+            arguments["distributed_executor_backend"] = "uni"
+    arguments |= own | job["engine_args"]
+    try:
+        return LLM(**arguments), arguments["dtype"]
+    except ValueError as error:  # pydantic's too: a value that vLLM does not take
+        raise Refused(f"vLLM refuses to start: {' '.join(str(error).split())[:400]}") from error

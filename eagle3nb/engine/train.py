@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from eagle3nb.draft import predicted_acceptance
 from eagle3nb.engine import settings
 from eagle3nb.engine.job import Progress, run_job
 from eagle3nb.errors import Refused
 from eagle3nb.files import move_aside, read_json, read_jsonl, write_json, write_text
-from eagle3nb.train import predicted_acceptance
 
 RANK = int(os.environ.get("RANK", "0"))
 

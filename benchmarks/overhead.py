@@ -1,0 +1,28 @@
+"""Where a run's time went: per stage its own work, and what notebooks, papermill, inspection and report added.
+
+    python benchmarks/overhead.py RUN
+
+A stage's own work is the time of its ``run`` call (``seconds`` in result.json); all else of the run's wall time is
+overhead: kernels starting, imports, inspection cells, papermill, HTML.
+"""
+
+import sys
+from pathlib import Path
+
+from eagle3nb import stage
+from eagle3nb.files import read_json
+
+
+def main() -> None:
+    run_dir = Path(sys.argv[1])
+    run, work = read_json(run_dir / "run.json"), 0.0
+    for entry in run["stages"]:
+        own = stage.result(run_dir, entry["name"])["seconds"]
+        work += own
+        print(f"{entry['name']:<24}{entry['seconds']:>8.1f} s, of which work {own:>8.1f} s")
+    total = run["seconds"]
+    print(f"whole run {total:.1f} s, work {work:.1f} s, overhead {total - work:.1f} s = {(total - work) / total:.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+import json
+
+import pytest
+import torch
+
+from eagle3nb import show
+
+
+def test_a_tensor_line_says_what_is_wrong_with_it():
+    bad = torch.tensor([1.0, float("nan"), float("inf"), 0.0])
+    markup = show.tensors({"a": bad, "zero": torch.zeros(3), "none": torch.zeros(0)}).markup
+    for text in ("1 NaN, 1 Inf", "all zeros", "empty", "[4]", "float32"):
+        assert text in markup
+
+
+def test_numbers():
+    assert [show.number(v) for v in (1234567, 0.123456, None, True, float("nan"), [1, 0.5])] == [
+        "1,234,567", "0.1235", "–", "True", "nan", "[1, 0.5]",
+    ]  # fmt: skip
+
+
+def test_two_configs_side_by_side_mark_differences():
+    markup = show.config({"a": 1, "b": 2}, {"a": 1, "b": 3}, ("draft", "verifier")).markup
+    assert markup.count("≠") == 1
+
+
+class Tokenizer:
+    def __init__(self, texts):
+        self.texts = texts
+
+    def decode(self, ids):
+        return "".join(self.texts[i] for i in ids)
+
+
+def test_tokens_are_escaped_and_what_hides_is_made_visible():
+    texts = ["<script>alert(1)</script>", '" onmouseover="x', "a\u202eb", "\x00", "\n"]
+    shown = show.tokens(Tokenizer(texts), range(5), [0, 0, 1, 1, 1])
+    assert "<script>" not in shown.markup
+    assert '" onmouseover' not in shown.markup.replace("&quot; onmouseover", "")
+    assert "⟨U+202E⟩" in shown.markup
+    assert "⟨U+0000⟩" in shown.markup
+    assert "3 of them response" in shown.markup
+    assert shown.markup.count(show.RESPONSE) == 3
+
+
+def test_tables_escape_cells():
+    assert "<b>" not in show.table([("<b>", 1)], ("<i>", "n")).markup.replace("<tbody>", "")
+
+
+def test_a_plot_leaves_picture_data_and_alternative_text(tmp_path):
+    picture = show.curves(tmp_path, "c", {"loss": ([0, 1], [2.0, 1.0])}, "Loss", "step", "loss")
+    assert (tmp_path / "plots" / "c.png").read_bytes()[:4] == b"\x89PNG"
+    saved = json.loads((tmp_path / "plots" / "c.json").read_text())
+    assert saved["data"]["loss"]["y"] == [2.0, 1.0]
+    assert "loss ends at 1" in saved["alt"] == picture.alt
+
+
+def test_training_curve_needs_a_step(tmp_path):
+    assert show.training(tmp_path, "loss") is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train": {"loss": 3.0}}\n')
+    assert show.training(tmp_path, "loss") is not None
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, "5s"), (75, "1m15s"), (3700, "1h01m")])
+def test_durations(seconds, text):
+    from eagle3nb.child import duration
+
+    assert duration(seconds) == text
