@@ -18,7 +18,7 @@ from eagle3nb import stage
 from eagle3nb import verifier as verifiers
 from eagle3nb.conversations import read_source
 from eagle3nb.errors import Refused
-from eagle3nb.files import read_json
+from eagle3nb.files import read_json, sha256_json
 from eagle3nb.params import Params, Preflight
 
 PACKAGES = (
@@ -36,6 +36,8 @@ def run(params: Preflight) -> dict[str, Any]:
             cache_dir=params.cache_dir,
             trust_remote_code=params.trust_remote_code,
         )
+        # What later stages depend on is the verifier, wherever it lies, not how it was found or on which machine.
+        here.fingerprint = sha256_json([found.identity(), found.trust_remote_code])
         machine_found = machine(here.folder)
         estimate = estimate_run(found, planned(params.run_dir))
         need = estimate["disk_gb"] + params.disk_reserve_gb

@@ -37,7 +37,7 @@ CONVENTION = "input of layer k; k = number of layers is the final state before t
 class Declaration:
     """What a store's tensors mean. Two runs may add to one store only if all of it is equal."""
 
-    verifier: dict[str, Any]  # Verifier.identity()
+    verifier: dict[str, Any]  # Verifier.identity(), the same wherever the verifier lies
     layer_ids: list[int]  # one per column of hidden_states, the last one = number of layers
     hidden_size: int
     dtype: str  # of the tensors on disk

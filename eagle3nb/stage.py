@@ -67,7 +67,8 @@ def single_process(wanted: bool | None) -> bool:
 @cache
 def _source_digest() -> str:
     digest = hashlib.sha256(__version__.encode())
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
+    package = Path(__file__).parent
+    for file in sorted([*package.rglob("*.py"), *package.glob("data/*.jsonl")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

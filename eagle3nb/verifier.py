@@ -164,7 +164,6 @@ class Verifier:
         """What this verifier is, independent of where it lies: hashes of config, tokenizer, template; sizes."""
         weights = sorted(self.path.glob("*.safetensors"))
         return {
-            "name": self.name,
             "config_sha256": sha256_file(self.path / "config.json"),
             "tokenizer_sha256": self._hash("tokenizer.json", "tokenizer.model", "tiktoken.model"),
             "chat_template_sha256": hashlib.sha256(str(self.tokenizer.chat_template).encode()).hexdigest(),
