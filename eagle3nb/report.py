@@ -101,10 +101,11 @@ def judge(run: dict[str, Any]) -> tuple[str, str]:
         left = [s["name"] for s in run["stages"] if s["status"] not in ("done", "cached")]
         return "INCOMPLETE", f"Still to be run: {', '.join(left)}."
     speed = headline["speedup_rounds"]
+    slower = ", slower than without it" if headline["speedup"] < 1 else ""
     text = (
-        f"The draft yields {headline['acceptance_length']:.2f} tokens per verifier step and a speed-up of "
-        f"{headline['speedup']:.2f} ({min(speed):.2f} to {max(speed):.2f} in {len(speed)} rounds) on "
-        f"{headline['prompts']} held-out prompts; "
+        f"The draft yields {headline['acceptance_length']:.2f} tokens per verifier step on {headline['prompts']} "
+        f"held-out prompts and {headline['speedup']:.2f} times the speed ({min(speed):.2f} to {max(speed):.2f} in "
+        f"{len(speed)} rounds{slower}); "
     )
     if headline["lossless"]:
         return "PASS", text + "every output is identical to the one without the draft."

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="session")
 def verifier_dir(tmp_path_factory) -> Path:
-    """A tiny random Llama checkpoint."""
-    return tiny.llama(tmp_path_factory.mktemp("verifier") / "tiny-llama")
+    """A tiny Llama checkpoint, taught for some seconds so that a draft has something to learn."""
+    return tiny.llama(tmp_path_factory.mktemp("verifier") / "tiny-llama", steps=150)
 
 
 @pytest.fixture(scope="session")

@@ -31,8 +31,8 @@ def tokenizer():
     )  # fmt: skip
 
 
-def llama(folder: Path, seed: int = 0, **changes) -> Path:
-    """Write the checkpoint to ``folder``; ``changes`` go over its config."""
+def llama(folder: Path, seed: int = 0, steps: int = 0, **changes) -> Path:
+    """Write the checkpoint to ``folder``; ``changes`` go over its config, ``steps`` of training make it predictable."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,10 +40,27 @@ def llama(folder: Path, seed: int = 0, **changes) -> Path:
         "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 256, "num_hidden_layers": LAYERS,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 1024,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "tie_word_embeddings": True,
-        # Wide enough that the next token depends on the context, and greedy decoding does not end in a loop at once.
-        "initializer_range": 0.1,
     } | changes  # fmt: skip
     torch.manual_seed(seed)
-    LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    words, model = tokenizer(), LlamaForCausalLM(LlamaConfig(**config))
+    if steps:
+        _teach(model, words, steps)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    words.save_pretrained(folder)
     return folder
+
+
+def _teach(model, words, steps: int) -> None:
+    """Let the model learn the built-in prompts by heart a little: its greedy answers become ones a draft can learn."""
+    import torch
+
+    texts = [row["messages"][0]["content"] for row in read_source("builtin:train_prompts")]
+    chats = [[{"role": "user", "content": t}, {"role": "assistant", "content": t}] for t in texts]
+    stream = torch.tensor([i for chat in chats for i in words.apply_chat_template(chat, return_dict=False)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        starts = torch.randint(len(stream) - 64, (16,)).tolist()
+        batch = torch.stack([stream[k : k + 64] for k in starts])  # (16, 64)
+        optimizer.zero_grad()
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
