@@ -86,12 +86,15 @@ class Train(StageParams):
     draft_config: str | None = Field(None, description="decoder config to use (None: built from the verifier's)")
     from_pretrained: str | None = Field(None, description="draft checkpoint to start from")
     num_layers: Count | None = Field(None, description="decoder layers of the draft (None: 1, or the given config's)")
-    epochs: Count = Field(4, description="passes over the training rows")
+    epochs: Count = Field(3, description="passes over the training rows")
     lr: Annotated[Float, Field(gt=0)] = Field(6e-4, description="peak learning rate")
     optimizer: Literal["auto", "adamw", "muon"] = Field("auto", description="auto: muon on a GPU, adamw on a CPU")
     scheduler: Literal["linear", "cosine", "none"] = Field("cosine", description="of the learning rate")
     warmup_ratio: Annotated[Float, Field(ge=0, lt=1)] = Field(0.05, description="share of the steps to warm up in")
-    tokens_per_step: Count = Field(512, description="tokens packed into one step (per GPU)")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="of the arithmetic, weights stay float32 (auto: bfloat16 where the hardware has it)"
+    )
+    tokens_per_step: Count = Field(320, description="tokens packed into one step (per GPU)")
     ttt_steps: Count = Field(3, description="draft positions unrolled in training (TTT)")
     train_share: Share = Field(0.9, description="share of the rows to train on; the rest validates")
     checkpoint_every: Annotated[Float, Field(gt=0)] = Field(1.0, description="epochs between checkpoints; below 1 too")

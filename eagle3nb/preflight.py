@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ def machine(folder: Path) -> dict[str, Any]:
         "gpu_memory_gb": [round(torch.cuda.mem_get_info(i)[1] / 1e9, 1) for i in range(len(gpus))],
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
-        "bf16_instructions": cpu_has_bf16(),
+        "bf16_instructions": stage.cpu_has_bf16(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "memory_free_gb": round(psutil.virtual_memory().available / 1e9, 1),
         "disk_free_gb": round(shutil.disk_usage(folder).free / 1e9, 1),
@@ -89,15 +88,6 @@ def machine(folder: Path) -> dict[str, Any]:
 def _cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 itself; without it vLLM emulates, four times slower than float32."""
-    try:
-        flags = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def planned(run_dir: str) -> Params:

@@ -64,6 +64,9 @@ def trainer_config(
 ) -> dict[str, Any]:
     """speculators' flat TrainConfig fields for these parameters; ``trainer_args`` go over everything."""
     cpu = not torch.cuda.is_available()
+    dtype = params.dtype
+    if dtype == "auto":
+        dtype = "float32" if cpu and not stage.cpu_has_bf16() else "bfloat16"
     optimizer = params.optimizer if params.optimizer != "auto" else ("adamw" if cpu else "muon")
     mapping_folder = stage.folder(params.run_dir, "build_vocab_mapping")
     config: dict[str, Any] = {
@@ -88,6 +91,7 @@ def trainer_config(
         "scheduler_warmup_ratio": params.warmup_ratio,
         "checkpoint_freq": params.checkpoint_every,
         "save_best": params.keep_only_best,
+        "hidden_states_dtype": dtype,
         "save_path": str(folder / "checkpoints"),
         "log_dir": str(folder / "logs"),
         "seed": params.seed,
@@ -107,12 +111,12 @@ def trainer_config(
         config |= {
             "draft_attn_impl": "sdpa",
             "loss_implementation": "eager",
-            "hidden_states_dtype": "float32",
             "num_workers": 0,
         }
     else:
         config["num_workers"] = max(1, min(8, (os.cpu_count() or 2) // max(1, torch.cuda.device_count())))
-    check_trainer_args(params.trainer_args)
+    if params.trainer_args:
+        check_trainer_args(params.trainer_args)
     return config | params.trainer_args
 
 

