@@ -5,6 +5,7 @@ stage's notebook declares the same fields with the same defaults, so the model b
 """
 
 import difflib
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -225,7 +226,12 @@ def _explain(model: type[BaseModel], error: dict[str, Any]) -> str:
 
 
 def from_notebook(stage: str, namespace: dict[str, Any]) -> Any:
-    """The parameters of a notebook's cell as the stage's model: call with ``globals()`` in the next cell."""
+    """The parameters of a notebook's cell as the stage's model: call with ``globals()`` in the next cell.
+
+    JupyterLab starts a kernel in the notebook's folder; paths in parameters are relative to the folder above it.
+    """
+    if Path.cwd().name == "notebooks" and (Path.cwd().parent / "params").is_dir():
+        os.chdir(Path.cwd().parent)
     model = STAGES[stage]
     values = {name: namespace[name] for name in model.model_fields if name in namespace}
     return validate(model, values, f"notebook {stage}")

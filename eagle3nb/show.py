@@ -86,9 +86,11 @@ def config(
 ) -> Html:
     """Fields of one config, or of two side by side with a mark where they differ."""
     if second is None:
-        return table([(key, value) for key, value in first.items()], ("field", "value"))
+        return table([(key, number(value)) for key, value in first.items()], ("field", "value"))
     keys = dict.fromkeys([*first, *second])
-    rows = [(k, first.get(k), second.get(k), "" if first.get(k) == second.get(k) else "≠") for k in keys]
+    rows = [
+        (k, number(first.get(k)), number(second.get(k)), "" if first.get(k) == second.get(k) else "≠") for k in keys
+    ]
     return table(rows, ("field", *names, ""))
 
 
