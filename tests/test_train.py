@@ -18,7 +18,8 @@ from eagle3nb.errors import Refused
 from eagle3nb.files import read_json, read_jsonl
 from eagle3nb.params import Train
 
-FIELDS = {"epochs": 3, "lr": 2e-3, "tokens_per_step": 256, "seed": 1}
+# Enough epochs that a stop in the second one comes in time: an epoch takes half a second.
+FIELDS = {"epochs": 15, "lr": 2e-3, "tokens_per_step": 256, "seed": 1}
 
 
 @pytest.fixture
@@ -77,14 +78,14 @@ def test_stopped_in_the_second_epoch_then_resumed(ready, how):
     seen = rows(ready)
     interrupted = max(row["step"] for row in seen if "train" in row)
     # What a kill in the middle of a save leaves behind must not be taken for a checkpoint.
-    (folder / "checkpoints" / "7").mkdir()
-    (folder / "checkpoints" / "7" / "model.safetensors").write_bytes(b"half")
+    (folder / "checkpoints" / "14").mkdir()
+    (folder / "checkpoints" / "14" / "model.safetensors").write_bytes(b"half")
 
     result = train.run(fields)
     steps = [row["step"] for row in rows(ready) if "train" in row]
     assert steps == list(range(len(steps)))  # nothing lost, nothing twice
-    assert [row["epoch"] for row in rows(ready) if "val" in row] == [0, 1, 2]
-    assert result["epochs"] == 3
+    assert [row["epoch"] for row in rows(ready) if "val" in row] == list(range(15))
+    assert result["epochs"] == 15
     assert result["steps"] == len(steps) > interrupted
     # Resumed, not begun anew: the steps before the checkpoint are the very same lines.
     kept = 1 + (interrupted if how == "SIGINT" else max(row["step"] for row in seen if row.get("epoch") == 0))
