@@ -66,7 +66,7 @@ def work(run_dir: str, way: str, rows: int) -> dict:
         }  # fmt: skip
         store.begin(Declaration(**declaration, compute_dtype="float32"))
         progress = Progress(Path(folder) / "progress.json")
-        done = child._run_engine(job, train, list(range(min(rows, len(train)))), store, progress)
+        done = child._run_engine(job, train, list(range(min(rows, len(train)))), store, "float32", progress)
     done["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return done
 

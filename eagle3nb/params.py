@@ -67,7 +67,9 @@ class ExtractHiddenStates(StageParams):
     capture: Literal["auto", "forward", "connector"] = Field(
         "auto", description="how states leave vLLM (auto: forward on a CPU, connector on a GPU)"
     )
-    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="of the engine; the store is bf16")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="of the engine (auto: bfloat16 where the hardware has it); the store is bf16"
+    )
     temperature: Annotated[Float, Field(ge=0)] = Field(0.0, description="of generated responses; 0 is greedy")
     max_num_seqs: Count = Field(64, description="requests at once")
     shard: Annotated[Int, Field(ge=0)] = Field(0, description="this shard's number, from 0")
@@ -113,7 +115,9 @@ class Evaluate(StageParams):
     speed_prompts: Count = Field(12, description="prompts that speed is measured on")
     concurrency: Count = Field(1, description="requests at once where speed is measured")
     rounds: Annotated[Int, Field(ge=2)] = Field(2, description="how often each engine is measured, in turns")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="of both engines")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="of both engines (auto: float32 on a CPU, bfloat16 on a GPU)"
+    )
     checkpoint: str | None = Field(None, description="draft checkpoint (None: the best one of the train stage)")
     single_process: bool | None = Field(None, description="vLLM in one process (None: on a CPU yes, on a GPU no)")
     engine_args: dict[str, Any] = Field({}, description="handed to vLLM as they are, to both engines")

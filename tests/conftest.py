@@ -37,6 +37,7 @@ prepare_data:
   max_new_tokens: 24
 extract_hidden_states:
   layer_ids: [1, 3, 4]
+  dtype: float32  # the tests compare states and outputs exactly
 build_vocab_mapping:
   draft_vocab_size: 512
 train:

@@ -16,14 +16,15 @@ from eagle3nb.engine.job import Progress, run_job
 def evaluate(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Serve the prompts of the job; returns responses, steps, counters and timings."""
     progress(force=True, phase=f"{job['label']}: starting the engine", done=0, total=0)
-    started, own = time.monotonic(), {"disable_log_stats": False}
+    dtype = settings.choose_dtype(job["dtype"], exact=True)
+    started, own = time.monotonic(), {"disable_log_stats": False, "dtype": dtype}
     if job["draft"]:
         own["speculative_config"] = {
             "method": "eagle3",
             "model": job["draft"],
             "num_speculative_tokens": job["num_speculative_tokens"],
         }
-    llm, dtype = settings.start_llm(job, **own)
+    llm = settings.start_llm(job, **own)
     result: dict[str, Any] = {"engine_start_seconds": time.monotonic() - started, "dtype": dtype}
     prompts = job["prompts"]
     serve(llm, prompts[:1], job["max_new_tokens"], 1)  # the first requests also pay for kernels being chosen

@@ -23,7 +23,7 @@ def extract(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
     progress(force=True, phase="starting the engine", done=0, total=0)
     rows = load_from_disk(job["rows"])
     store = Store(job["store"])
-    dtype = settings.choose_dtype(job["dtype"])
+    dtype = settings.choose_dtype(job["dtype"], exact=False)
     moved = store.begin(Declaration(**job["declaration"], compute_dtype=dtype))
     if moved:
         print(f"the store there was made from other inputs; it is kept as {moved.name}", flush=True)
@@ -32,7 +32,7 @@ def extract(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
     todo = [i for i in mine if i not in before]
     result = {"samples": len(mine), "resumed": len(mine) - len(todo), "compute_dtype": dtype}
     if todo:
-        result |= _run_engine(job, rows, todo, store, progress)
+        result |= _run_engine(job, rows, todo, store, dtype, progress)
     if len(store.written()) == len(rows):
         progress(force=True, phase="writing the dataset", done=len(mine), total=len(mine))
         store.finish([_dataset_row(store, rows[i], i) for i in range(len(rows))])
@@ -55,11 +55,13 @@ def _dataset_row(store: Store, row: dict[str, Any], i: int) -> dict[str, Any]:
     return {"input_ids": tokens, "loss_mask": mask + [1] * (len(tokens) - len(mask)), "seq_len": len(tokens)}
 
 
-def _run_engine(job: dict[str, Any], rows: Any, todo: list[int], store: Store, progress: Progress) -> dict[str, Any]:
+def _run_engine(
+    job: dict[str, Any], rows: Any, todo: list[int], store: Store, dtype: str, progress: Progress
+) -> dict[str, Any]:
     started = time.monotonic()
     mechanism = capture.choose(job["capture"])
     way = capture.MECHANISMS[mechanism](job["declaration"]["layer_ids"], store.folder / ".connector")
-    llm, _ = settings.start_llm(job, **way.engine_arguments)
+    llm = settings.start_llm(job, dtype=dtype, **way.engine_arguments)
     way.attach(llm)
     from vllm import SamplingParams
 
