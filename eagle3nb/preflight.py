@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +127,27 @@ def estimate_run(verifier: verifiers.Verifier, params: Params) -> dict[str, Any]
     }
 
 
-TYPICAL_PROMPT_TOKENS = 64  # a chat prompt with its template; measured on the built-in prompts (median 57)
-# Multiply-adds per second of two AVX2 cores (measured on SmolLM2: 130 tokens/s decoding 64 at once, 392 prefilling,
-# 300 training a 19M draft), and of one H100 at 35% of its bf16 peak.
-FLOPS = {
-    "cpu": {"decode": 35e9, "prefill": 105e9, "train": 60e9},
-    "cuda": {"decode": 30e12, "prefill": 300e12, "train": 300e12},
-}
-ENGINE_START_SECONDS = {"cpu": 30, "cuda": 120}
+TYPICAL_PROMPT_TOKENS = 64  # a chat prompt with its template; measured on the built-in prompts (mean 48)
+# Achieved operations per second. On a CPU: times the rate of a float32 matrix product, which the preflight measures
+# (SmolLM2 on two cores: 343 tokens/s decoding 64 at once, 748 prefilling, 27 decoding one alone, 1,150 training).
+# On a GPU: stated, 35% of an H100's bf16 peak where arithmetic binds, 1% where memory does.
+CPU_FACTORS = {"decode": 1.1, "prefill": 2.5, "single": 0.09, "train": 1.8}
+GPU_FLOPS = {"decode": 30e12, "prefill": 300e12, "single": 3e12, "train": 300e12}
+ENGINE_START_SECONDS = {"cpu": 20, "cuda": 120}
+HELDOUT_PROMPTS = 48  # of the built-in file
+
+
+def matmul_flops(seconds: float = 0.3) -> float:
+    """Operations per second of a float32 matrix product on this machine's CPU, measured for ``seconds``."""
+    import torch
+
+    left, right, count = torch.randn(1024, 1024), torch.randn(1024, 1024), 0
+    left @ right
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        left @ right
+        count += 1
+    return 2 * 1024**3 * count / (time.perf_counter() - begin)
 
 
 def _count_rows(sources: list[str]) -> int | None:
@@ -166,29 +180,32 @@ def _estimate_time(
 ) -> dict[str, Any]:
     import torch
 
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    speed, gpus = FLOPS[kind], max(1, torch.cuda.device_count())
-    cores = len(os.sched_getaffinity(0)) / 2 if kind == "cpu" else gpus
-    flops_per_token = 2 * _verifier_parameters(verifier)
+    gpus = torch.cuda.device_count()
+    kind = "cuda" if gpus else "cpu"
+    if gpus:
+        flops = {name: value * gpus for name, value in GPU_FLOPS.items()}
+        origin = f"stated for {gpus} GPUs, not measured: 35% of an H100's bf16 peak where arithmetic binds"
+    else:
+        measured = matmul_flops()
+        flops = {name: factor * measured for name, factor in CPU_FACTORS.items()}
+        origin = f"a float32 matrix product measured now ({measured / 1e9:.0f} GFLOP/s), times factors of SmolLM2's run"
+    verifier_flops = 2 * _verifier_parameters(verifier)
+    rate = {name: flops[name] / verifier_flops for name in ("decode", "prefill", "single")}
+    start = ENGINE_START_SECONDS[kind]
     generated = samples * params.prepare_data.max_new_tokens if params.prepare_data.responses == "generate" else 0
-    rate = {name: value * cores / flops_per_token for name, value in speed.items()}
-    extract = generated / rate["decode"] + (tokens - generated) / rate["prefill"] + ENGINE_START_SECONDS[kind]
-    trained = draft_params - verifier.vocab_size * verifier.hidden_size
-    train = tokens * params.train.epochs * params.train.ttt_steps * 6 * trained / (speed["train"] * cores)
-    drafts = params.evaluate.num_speculative_tokens
+    extract = start + generated / rate["decode"] + (tokens - generated) / rate["prefill"]
+    trained = draft_params - verifier.vocab_size * verifier.hidden_size  # the embedding is looked up
+    train = tokens * params.train.epochs * params.train.ttt_steps * 6 * trained / flops["train"]
+    settings = params.evaluate
+    drafts = settings.num_speculative_tokens
     engines = 1 + (len(drafts) if isinstance(drafts, list) else 1)
-    prompts = params.evaluate.max_prompts or 48
-    single = prompts * params.evaluate.max_new_tokens / (rate["decode"] / 8)
-    evaluate = engines * params.evaluate.rounds * (single + ENGINE_START_SECONDS[kind])
+    everything = (settings.max_prompts or HELDOUT_PROMPTS) * settings.max_new_tokens / rate["decode"]
+    timed = settings.speed_prompts * settings.max_new_tokens / rate["single"]
+    evaluate = engines * (everything + settings.rounds * (start + timed))
     seconds = {"extract_hidden_states": extract, "train": train, "evaluate": evaluate}
     return {
         "seconds": {name: round(value) for name, value in seconds.items()},
         "total_seconds": round(sum(seconds.values())),
         "throughput_tokens_per_s": {name: round(value) for name, value in rate.items()},
-        "origin": f"{kind}: {', '.join(f'{k} {v:.0e} FLOP/s' for k, v in speed.items())} per "
-        + (
-            "two cores (measured on SmolLM2)"
-            if kind == "cpu"
-            else "GPU (35% of an H100's bf16 peak; stated, not measured)"
-        ),
+        "origin": origin,
     }
