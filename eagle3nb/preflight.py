@@ -129,9 +129,9 @@ def estimate_run(verifier: verifiers.Verifier, params: Params) -> dict[str, Any]
 
 TYPICAL_PROMPT_TOKENS = 64  # a chat prompt with its template; measured on the built-in prompts (mean 48)
 # Achieved operations per second. On a CPU: times the rate of a float32 matrix product, which the preflight measures
-# (SmolLM2 on two cores: 343 tokens/s decoding 64 at once, 748 prefilling, 27 decoding one alone, 1,150 training).
+# (194 GFLOP/s beside SmolLM2's 343 tokens/s decoding 64 at once, 748 prefilling and 27 decoding one alone, in float32).
 # On a GPU: stated, 35% of an H100's bf16 peak where arithmetic binds, 1% where memory does.
-CPU_FACTORS = {"decode": 1.1, "prefill": 2.5, "single": 0.09, "train": 1.8}
+CPU_FACTORS = {"decode": 0.48, "prefill": 1.04, "single": 0.038, "train": 0.86}
 GPU_FLOPS = {"decode": 30e12, "prefill": 300e12, "single": 3e12, "train": 300e12}
 ENGINE_START_SECONDS = {"cpu": 20, "cuda": 120}
 HELDOUT_PROMPTS = 48  # of the built-in file
