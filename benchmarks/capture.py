@@ -61,7 +61,7 @@ def work(run_dir: str, way: str, rows: int) -> dict:
         declaration = extract_hidden_states.declaration(params, verifier, layers, data)
         job = {
             "verifier_path": str(verifier.path), "trust_remote_code": False, "eos_token_ids": verifier.eos_token_ids,
-            "declaration": declaration, "max_model_len": data["longest_row"] + 2, "capture": way, "dtype": "auto",
+            "declaration": declaration, "max_model_len": data["longest_row"] + 2, "capture": way,
             "single_process": True, "seed": 0, "engine_args": {"max_num_seqs": params.max_num_seqs},
         }  # fmt: skip
         store.begin(Declaration(**declaration, compute_dtype="float32"))

@@ -45,17 +45,19 @@ def read_source(source: str) -> Iterator[dict[str, Any]]:
     except Refused:
         raise
     except Exception as error:  # datasets raises many types; the user needs the one line
-        why = " ".join(str(error).split())[:200]
-        raise Refused(f"source {source}: cannot be read ({why})") from error
+        raise _unreadable(source, error) from error
     return _records(loaded, source)
+
+
+def _unreadable(source: str, error: Exception) -> Refused:
+    return Refused(f"source {source}: cannot be read ({' '.join(str(error).split())[:200]})")
 
 
 def _records(loaded: Any, source: str) -> Iterator[dict[str, Any]]:
     try:
         yield from loaded
     except Exception as error:
-        why = " ".join(str(error).split())[:200]
-        raise Refused(f"source {source}: cannot be read ({why})") from error
+        raise _unreadable(source, error) from error
 
 
 def turns_of(record: dict[str, Any]) -> list[dict[str, str]] | None:

@@ -74,6 +74,23 @@ def cpu_has_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
+def choose_dtype(wanted: str, *, exact: bool) -> str:
+    """What ``auto`` means: bfloat16 on a GPU and on a CPU that multiplies it itself, float32 elsewhere.
+
+    Without such instructions vLLM emulates bf16, four times slower than float32. ``exact``: on a CPU always float32.
+    Whether two engines give identical outputs can only be asked where rounding does not break ties: measured on
+    SmolLM2, the last states agree with the next token in 0.997 of cases in float32 and 0.985 in bfloat16, which
+    writes and captures 1.5 times as fast.
+    """
+    if wanted != "auto":
+        return wanted
+    import torch
+
+    if torch.cuda.is_available():
+        return "bfloat16"
+    return "bfloat16" if cpu_has_bf16() and not exact else "float32"
+
+
 @cache
 def _source_digest() -> str:
     digest = hashlib.sha256(__version__.encode())

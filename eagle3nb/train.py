@@ -64,9 +64,6 @@ def trainer_config(
 ) -> dict[str, Any]:
     """speculators' flat TrainConfig fields for these parameters; ``trainer_args`` go over everything."""
     cpu = not torch.cuda.is_available()
-    dtype = params.dtype
-    if dtype == "auto":
-        dtype = "float32" if cpu and not stage.cpu_has_bf16() else "bfloat16"
     optimizer = params.optimizer if params.optimizer != "auto" else ("adamw" if cpu else "muon")
     mapping_folder = stage.folder(params.run_dir, "build_vocab_mapping")
     config: dict[str, Any] = {
@@ -91,7 +88,7 @@ def trainer_config(
         "scheduler_warmup_ratio": params.warmup_ratio,
         "checkpoint_freq": params.checkpoint_every,
         "save_best": params.keep_only_best,
-        "hidden_states_dtype": dtype,
+        "hidden_states_dtype": stage.choose_dtype(params.dtype, exact=False),
         "save_path": str(folder / "checkpoints"),
         "log_dir": str(folder / "logs"),
         "seed": params.seed,

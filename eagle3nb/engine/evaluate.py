@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from eagle3nb import stage
 from eagle3nb.engine import settings
 from eagle3nb.engine.job import Progress, run_job
 
@@ -16,7 +17,7 @@ from eagle3nb.engine.job import Progress, run_job
 def evaluate(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Serve the prompts of the job; returns responses, steps, counters and timings."""
     progress(force=True, phase=f"{job['label']}: starting the engine", done=0, total=0)
-    dtype = settings.choose_dtype(job["dtype"], exact=True)
+    dtype = stage.choose_dtype(job["dtype"], exact=True)
     started, own = time.monotonic(), {"disable_log_stats": False, "dtype": dtype}
     if job["draft"]:
         own["speculative_config"] = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from eagle3nb import stage
 from eagle3nb.engine import capture, settings
 from eagle3nb.engine.job import Progress, run_job
 from eagle3nb.errors import Refused
@@ -23,7 +24,7 @@ def extract(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
     progress(force=True, phase="starting the engine", done=0, total=0)
     rows = load_from_disk(job["rows"])
     store = Store(job["store"])
-    dtype = settings.choose_dtype(job["dtype"], exact=False)
+    dtype = stage.choose_dtype(job["dtype"], exact=False)
     moved = store.begin(Declaration(**job["declaration"], compute_dtype=dtype))
     if moved:
         print(f"the store there was made from other inputs; it is kept as {moved.name}", flush=True)

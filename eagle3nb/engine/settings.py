@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from eagle3nb import stage
 from eagle3nb.errors import Refused
 
 
@@ -23,21 +22,6 @@ def device() -> str:
 def cores() -> int:
     """CPU cores this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def choose_dtype(wanted: str, *, exact: bool) -> str:
-    """What ``auto`` means: bfloat16 on a GPU and on a CPU that multiplies it itself, float32 elsewhere.
-
-    Without such instructions vLLM emulates bf16, four times slower than float32. ``exact``: on a CPU always float32.
-    Whether two engines give identical outputs can only be asked where rounding does not break ties: measured on
-    SmolLM2, the last states agree with the next token in 0.997 of cases in float32 and 0.985 in bfloat16, which
-    writes and captures 1.5 times as fast.
-    """
-    if wanted != "auto":
-        return wanted
-    if device() == "cuda":
-        return "bfloat16"
-    return "bfloat16" if stage.cpu_has_bf16() and not exact else "float32"
 
 
 def prepare_environment(*, single_process: bool) -> None:
