@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ class MetricsFile(logging.Handler):
 
 
 def _patched_trainer(metrics: Path, progress: Progress, epochs: int) -> type:
-    from speculators.train import checkpointer, cli, trainer
+    from speculators.train import checkpointer, cli, dataloader, trainer
 
     trainer.tqdm = lambda batches, **_: batches  # the progress line is ours; the log stays readable
     on_cpu = settings.device() == "cpu"
@@ -116,6 +117,7 @@ def _patched_trainer(metrics: Path, progress: Progress, epochs: int) -> type:
         torch.accelerator.synchronize = lambda *_: None
         checkpointer.get_current_device = lambda: "cpu"
         torch.set_num_threads(settings.cores())
+        dataloader.CollateFn = _without_padding(dataloader.CollateFn)
 
     class WorkbookTrainer(trainer.Trainer):
         interrupted = False
@@ -175,6 +177,18 @@ def _patched_trainer(metrics: Path, progress: Progress, epochs: int) -> type:
 
     cli.Trainer = WorkbookTrainer
     return WorkbookTrainer
+
+
+def _without_padding(collate: type) -> type:
+    """Batches cut to the rows they hold: compiled GPU kernels want one shape, a CPU would only compute the padding."""
+
+    class CutCollate(collate):
+        def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+            batch = super().__call__(rows)
+            used = max(1, int((batch["document_ids"] >= 0).sum()))
+            return {k: v[:, :used] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+    return CutCollate
 
 
 # ---- after ---------------------------------------------------------------------------------------------------
