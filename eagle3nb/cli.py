@@ -38,6 +38,20 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="print the entries of checks.json instead of a table")
     check.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the verifier")
 
+    take = commands.add_parser(
+        "import", help="turn samples or a vocabulary mapping of other tools into this one's form"
+    )
+    take.add_argument("source", help="directory of samples, a mapping (t2d/d2t), a list of ids or token counts")
+    take.add_argument("dest", help="where the store or the mapping is written")
+    take.add_argument("--verifier", metavar="V", required=True, help="hub id, directory or package:NAME")
+    take.add_argument("--from", dest="form", metavar="FORMAT", help="format of the samples (found out where left out)")
+    take.add_argument("--layer-ids", help="inputs of layers, e.g. 2,30,58 (measured where the verifier fits in memory)")
+    take.add_argument(
+        "--conversations", metavar="FILE", help="what the samples were made from, for a missing loss mask"
+    )
+    take.add_argument("--draft-vocab-size", type=int, metavar="N", help="tokens to choose from token counts")
+    take.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the verifier")
+
     report = commands.add_parser("report", help="write report.html of a run anew")
     report.add_argument("run", help="run directory")
     return top
@@ -51,6 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _run(args)
         if args.command == "check":
             return _check(args)
+        if args.command == "import":
+            return _import(args)
         return _report(args)
     except Refused as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
@@ -93,6 +109,25 @@ def _check(args: argparse.Namespace) -> int:
     else:
         print(f"{args.path}: {artefacts.kind}\n{show.checks_text(entries)}")
     return 1 if bridges.failures(entries) else 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from eagle3nb import foreign, verifier
+
+    found = verifier.resolve(args.verifier, trust_remote_code=args.trust_remote_code)
+    source, dest = Path(args.source), Path(args.dest)
+    if not source.exists():
+        raise Refused(f"{source}: no such file or directory")
+    if foreign.looks_like_vocabulary(source):
+        print(f"{foreign.import_vocabulary(source, dest, found, args.draft_vocab_size)}\nwritten to {dest}")
+        return 0
+    try:
+        layers = [int(k) for k in args.layer_ids.split(",")] if args.layer_ids else None
+    except ValueError:
+        raise Refused(f"--layer-ids {args.layer_ids}: wanted numbers with commas, e.g. 2,30,58") from None
+    foreign.import_samples(foreign.source(source, args.form), dest, found, layer_ids=layers, talks=args.conversations)
+    print(f"written to {dest}; next: eagle3nb check {dest} --verifier {args.verifier}")
+    return 0
 
 
 def _report(args: argparse.Namespace) -> int:

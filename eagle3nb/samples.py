@@ -86,8 +86,8 @@ class Store:
             handle.write(line + "\n")
             handle.flush()
 
-    def finish(self, rows: list[dict[str, Any]]) -> None:
-        """Write samples.jsonl in order, the arrow dataset (one row per sample) and, last, store.json."""
+    def finish(self, rows: list[dict[str, Any]], **notes: Any) -> None:
+        """Write samples.jsonl in order, the arrow dataset (one row per sample) and, last, store.json with ``notes``."""
         from datasets import Dataset, Features, Sequence, Value
 
         known = {row["i"]: row for row in read_jsonl(self.folder / "samples.jsonl")}
@@ -108,7 +108,7 @@ class Store:
         temporary.rmdir()
         totals = {"count": len(rows), "tokens": sum(row["seq_len"] for row in rows)}
         totals["samples_sha256"] = sha256_file(self.folder / "samples.jsonl")
-        write_json(self.folder / "store.json", read_json(self.folder / "store.json") | totals)
+        write_json(self.folder / "store.json", read_json(self.folder / "store.json") | totals | notes)
 
     # ---- reading -------------------------------------------------------------------------------------------
 
