@@ -159,6 +159,35 @@ def verdict(good: bool, text: str) -> Html:
     return Html(f'<div style="color:{colour};font-weight:600">{mark} {html.escape(text)}</div>', f"{mark} {text}")
 
 
+# Badges carry their own background, so they read alike in light and dark themes; skip is grey: it is no pass.
+VERDICTS = {"fail": "#cc3311", "warn": "#b8620a", "pass": "#228833", "skip": "#777777"}
+
+
+def checks(entries: Iterable[Mapping[str, Any]]) -> Html:
+    """The entries of a ``checks.json`` as a table, the worst verdict first; advice only where it is needed."""
+    order = list(VERDICTS)
+    entries = sorted(entries, key=lambda entry: order.index(entry["verdict"]))
+    rows = [
+        (
+            Html(f'<span title="{html.escape(entry["title"])}">{html.escape(entry["id"])}</span>', entry["id"]),
+            badge(entry["verdict"]),
+            number(entry["observed"]),
+            number(entry["expected"]),
+            entry["advice"] if entry["verdict"] != "pass" else "",
+        )
+        for entry in entries
+    ]
+    counts = {verdict: sum(entry["verdict"] == verdict for entry in entries) for verdict in order}
+    caption = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no checks"
+    return table(rows, ("check", "verdict", "observed", "expected", "advice"), caption)
+
+
+def badge(verdict: str) -> Html:
+    """A verdict (fail, warn, pass, skip) as a coloured word."""
+    style = f"background:{VERDICTS[verdict]};color:#fff;border-radius:3px;padding:0 6px;font-weight:600"
+    return Html(f'<span style="{style}">{verdict}</span>', verdict)
+
+
 # ---- pictures ------------------------------------------------------------------------------------------------
 
 
