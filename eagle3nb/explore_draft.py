@@ -94,7 +94,7 @@ def _chosen(settings: ExploreDraft) -> list[tuple[str, list[int], list[int] | No
 def acceptance(result: dict[str, Any]) -> dict[str, Any]:
     """Figures over all responses: drafts, accepted share by position, acceptance length."""
     steps, k = _drafted(result), result["num_speculative_tokens"]
-    by_position = [sum(step["size"] > p + 1 for step in steps) / max(1, len(steps)) for p in range(k)]
+    by_position = [sum(_accepted(step) > p for step in steps) / max(1, len(steps)) for p in range(k)]
     agreements = [r["agreement"] for r in result["responses"] if r["agreement"] is not None]
     return {
         "responses": len(result["responses"]),
@@ -106,6 +106,10 @@ def acceptance(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _accepted(step: dict[str, Any]) -> int:
+    return len(step["proposed"]) - (step["why"] != "all")
+
+
 def _drafted(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [step for response in result["responses"] for step in response["steps"][1:]]
 
@@ -115,7 +119,7 @@ def misses(result: dict[str, Any]) -> list[tuple[Any, ...]]:
     steps, out = _drafted(result), []
     for position in range(result["num_speculative_tokens"]):
         there = [step for step in steps if len(step["proposed"]) > position]
-        accepted = sum(step["why"] == "all" or len(step["proposed"]) > position + 1 for step in there)
+        accepted = sum(_accepted(step) > position for step in there)
         ended = Counter(step["why"] for step in there if len(step["proposed"]) == position + 1)
         shares = (
             n / len(there) if there else None for n in (accepted, *(ended[w] for w in ("wrong", "outside", "end")))

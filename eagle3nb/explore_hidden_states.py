@@ -156,10 +156,12 @@ def projection(view: View) -> tuple[dict[str, list], dict[str, tuple[float, floa
     states, (_, mask) = _without_sink(view, view.states(view.layer_id).float()), view.row()
     start = len(mask) - len(states)
     centred = states - states.mean(0)
-    left, singular, _ = torch.linalg.svd(centred, full_matrices=False)
-    points = (left * singular)[:, :2]
+    # Eigenvectors of the n x n products: far fewer numbers than channels.
+    energy, vectors = torch.linalg.eigh(centred @ centred.T)  # rising
+    energy = energy.clamp_min(0)
+    points = (vectors * energy.sqrt()).flip(-1)[:, :2]
     points = torch.nn.functional.pad(points, (0, 2 - points.shape[1]))  # [n, 2], also of one position
-    share = float(singular[:2].pow(2).sum() / singular.pow(2).sum().clamp_min(1e-30))
+    share = float(energy[-2:].sum() / energy.sum().clamp_min(1e-30))
     groups = {
         name: [tuple(p) for p, m in zip(points.tolist(), mask[start:], strict=True) if m == wanted]
         for name, wanted in (("prompt", 0), ("response", 1))
@@ -220,9 +222,10 @@ def _top(
     """
     values, tokens = hidden.new_empty(len(hidden), 0), torch.empty(len(hidden), 0, dtype=torch.long)
     total = hidden.new_full((len(hidden),), -torch.inf)
+    buffer = torch.empty(VOCABULARY_PART, hidden.shape[-1])
     for start in range(0, verifier.vocab_size, VOCABULARY_PART):
-        part = verifier.weight("lm_head")[start : start + VOCABULARY_PART].float()
-        logits = hidden @ part.T
+        part = verifier.weight("lm_head")[start : start + VOCABULARY_PART]
+        logits = hidden @ buffer[: len(part)].copy_(part).T
         total = torch.logaddexp(total, logits.logsumexp(-1))
         ids = torch.arange(start, start + len(part)).expand(len(hidden), -1)
         values, tokens = torch.cat([values, logits], 1), torch.cat([tokens, ids], 1)

@@ -56,10 +56,10 @@ class Lab:
                 process.kill()
 
     def _start(self, command: list[str], **environment: str) -> None:
-        log = open(self.scratch / f"{Path(command[0]).name}-{len(self.processes)}.log", "w")
-        self.processes.append(
-            subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, env=os.environ | environment)
-        )
+        with open(self.scratch / f"{Path(command[0]).name}-{len(self.processes)}.log", "w") as log:
+            self.processes.append(
+                subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, env=os.environ | environment)
+            )
 
     def _start_jupyterlab(self) -> None:
         with socket.socket() as free:

@@ -106,8 +106,8 @@ def walk(draft: Any, tokens: list[int], prompt_tokens: int, states: torch.Tensor
 
     ``states`` [seq, layers, hidden] of ``tokens``. A step is ``{"at", "size", "proposed", "why", "rank"}``: the index
     of its first token, the tokens it yields, the proposals up to the first wrong one, and what ended it: ``all``
-    accepted, ``outside`` (the right token is not in the draft vocabulary), ``wrong`` (``rank``: place of the right one in the
-    draft's list, 1 is its second choice), ``end`` of the response. The first step has no draft.
+    accepted, ``outside`` (the right token is not in the draft vocabulary), ``wrong`` (``rank``: place of the right one
+    in the draft's list, 1 is its second choice), ``end`` of the response. The first step has no draft.
     """
     seq, device = len(tokens), settings.device()
     if seq - prompt_tokens < 1:
