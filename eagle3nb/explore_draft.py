@@ -61,7 +61,11 @@ def run(settings: ExploreDraft) -> dict[str, Any]:
         "dtype": settings.dtype,
     }
     folder = Path(tempfile.mkdtemp(prefix="eagle3nb-"))  # kept only where the child fails: its log is there
-    done = child.run("eagle3nb.engine.explore_draft", job, folder)
+    try:
+        done = child.run("eagle3nb.engine.explore_draft", job, folder)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder)
+        raise
     shutil.rmtree(folder)
     names = [name for name, _, _ in chosen] or [f"sample {i}" for i in settings.samples]
     for name, response in zip(names, done["responses"], strict=True):

@@ -242,7 +242,7 @@ def curves(
         axes.plot(xs, ys, color=colour, label=label, linewidth=1.5, marker="o" if markers else None, markersize=4)
     if log_x:
         axes.set_xscale("log")
-    if log_y:
+    if log_y and any(max(ys, default=0) > 0 for _, ys in series.values()):
         axes.set_yscale("log")
     if len(series) > 1:
         axes.legend(frameon=False, fontsize=9)
