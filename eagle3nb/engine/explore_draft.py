@@ -46,9 +46,11 @@ def load_draft(job: dict[str, Any], dtype: torch.dtype) -> Any:
         raise Refused(f"{folder} is no EAGLE-3 checkpoint of speculators; turn it into one with `speculators convert`")
     config = Eagle3SpeculatorConfig.from_pretrained(folder)
     config.speculators_config.verifier.name_or_path = job["verifier_path"]
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    # On GPUs speculators compiles the forward; `walk` wants its hook to see every call.
+    torch.compiler.set_stance("force_eager")
     if settings.device() == "cpu":
         torch.set_num_threads(settings.cores())
-        config.transformer_layer_config._attn_implementation = "sdpa"
     return SpeculatorModel.from_pretrained(folder, config=config, dtype=dtype).to(settings.device()).eval()
 
 
