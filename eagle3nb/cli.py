@@ -71,8 +71,10 @@ def main(arguments: list[str] | None = None) -> int:
     except Refused as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("eagle3nb: stopped; what is complete is kept, run the same directory again to go on", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        how = f": {stopped}" if str(stopped) else ""
+        line = f"eagle3nb: stopped; what is complete is kept, run the same directory again to go on{how}"
+        print(line, file=sys.stderr)
         return 130
 
 

@@ -230,13 +230,14 @@ def _explain(model: type[BaseModel], error: dict[str, Any]) -> str:
     return f"{key} = {found[:80]}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
-def from_notebook(stage: str, namespace: dict[str, Any]) -> Any:
+def from_notebook(stage: str | type[StageParams], namespace: dict[str, Any]) -> Any:
     """The parameters of a notebook's cell as the stage's model: call with ``globals()`` in the next cell.
 
-    JupyterLab starts a kernel in the notebook's folder; paths in parameters are relative to the folder above it.
+    A notebook that is no stage gives its model itself. JupyterLab starts a kernel in the notebook's folder; paths in
+    parameters are relative to the folder above it.
     """
     if Path.cwd().name == "notebooks" and (Path.cwd().parent / "params").is_dir():
         os.chdir(Path.cwd().parent)
-    model = STAGES[stage]
+    model = STAGES[stage] if isinstance(stage, str) else stage
     values = {name: namespace[name] for name in model.model_fields if name in namespace}
-    return validate(model, values, f"notebook {stage}")
+    return validate(model, values, f"notebook {stage if isinstance(stage, str) else model.__name__}")

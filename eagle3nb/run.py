@@ -63,7 +63,7 @@ def run(
                 _run_stage(name, params, record, say)
         except KeyboardInterrupt:
             record.close("interrupted")
-            raise
+            raise KeyboardInterrupt(f"eagle3nb run --run-dir {shown(folder)}") from None
         except StageFailed:
             record.close("failed")
             raise
@@ -234,7 +234,7 @@ def _execute(source: Path, target: Path, parameters: dict[str, Any]) -> None:
             config=Config(KernelManager={"transport": "ipc"}),
         )  # fmt: skip
     except papermill.PapermillExecutionError as error:
-        if error.ename == "KeyboardInterrupt":
+        if error.ename in ("KeyboardInterrupt", "Stopped"):
             raise KeyboardInterrupt from error
         prefix = "" if error.ename in ("Refused", "ChildFailed") else f"{error.ename}: "
         raise StageFailed(prefix + " ".join(str(error.evalue).split())) from error
