@@ -86,6 +86,37 @@ def test_a_failing_stage_stops_the_run_and_says_why(tmp_path, params_file, capsy
     assert "layer_ids = [9]" in report
 
 
+def test_the_runner_keeps_a_list_of_runs_and_room_for_notes(tmp_path, monkeypatch):
+    def fail(*_):
+        listed = (runs / "index.html").read_text()
+        assert ">running<" in listed  # from the start
+        raise run.StageFailed("boom")
+
+    runs = tmp_path / "runs"
+    monkeypatch.setattr(run, "_execute", fail)
+    with pytest.raises(run.StageFailed):
+        run.run(str(ROOT / "params" / "smoke.yaml"), overrides=["train.epochs=2"], runs_dir=str(runs))
+    folder = next(runs.glob("smoke-*"))
+    listed = (runs / "index.html").read_text()
+    assert f'href="{folder.name}/report.html"' in listed
+    assert "failed" in listed
+    assert ">running<" not in listed
+    (folder / "notes.md").write_text("mine")
+    (runs / "broken").mkdir()
+    (runs / "broken" / "run.json").write_text("{")
+    with pytest.raises(run.StageFailed):
+        run.run(None, run_dir=str(folder), runs_dir=str(runs), overrides=["train.lr=1e-4"])
+    record = read_json(folder / "run.json")
+    assert record["overrides"] == ["train.epochs=2", "train.lr=1e-4"]
+    assert len(record["commands"]) == 2
+    assert record["made_with"]["packages"]["papermill"]
+    assert (folder / "notes.md").read_text() == "mine"
+    elsewhere = tmp_path / "elsewhere"
+    with pytest.raises(run.StageFailed):
+        run.run(str(ROOT / "params" / "smoke.yaml"), run_dir=str(elsewhere))
+    assert not (tmp_path / "index.html").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -95,6 +126,7 @@ def test_a_failing_stage_stops_the_run_and_says_why(tmp_path, params_file, capsy
         (["run", "params/smoke.yaml", "--from", "trian"], "--from trian: unknown stage; nearest: train"),
         (["run", "params/smoke.yaml", "--from", "train", "--until", "preflight"], "comes after"),
         (["run"], "give a params file, or --run-dir"),
+        (["run", "params/smoke.yaml", "-p", "train.trainer_args.token=x"], "train.trainer_args.token looks like a"),
         (["report", "params"], "this is no run directory"),
     ],
 )

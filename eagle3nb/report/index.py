@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from eagle3nb import stage
+from eagle3nb.errors import Refused
 from eagle3nb.files import read_json, write_text
 from eagle3nb.report import page
 from eagle3nb.report.verdict import summary, verifier_kind
@@ -32,7 +33,10 @@ def refresh(runs_dir: Path | str, *, create: bool = False) -> Path | None:
         return None
     rows = []
     for record in Path(runs_dir).glob("*/run.json"):
-        run, verdict, _ = summary(record.parent)
+        try:
+            run, verdict, _ = summary(record.parent)
+        except Refused:  # one broken run must not stop another one
+            continue
         preflight = read_json(stage.folder(record.parent, "preflight") / "result.json", {})
         rows.append(
             {
