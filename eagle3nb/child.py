@@ -37,10 +37,12 @@ def run(
     *,
     launcher: list[str] | None = None,
     on_poll: Callable[[], None] | None = None,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Run ``python -m MODULE folder/job.json`` to its end and return its ``done.json``.
 
-    ``launcher`` replaces ``python`` (torchrun); ``on_poll`` is called about twice a second (live curves).
+    ``launcher`` replaces ``python`` (torchrun); ``on_poll`` is called about twice a second (live curves);
+    ``quiet`` draws no progress line.
     Output goes to ``folder/log.txt``; ``folder/child.json`` gets seconds, peak memory (MiB, summed over the child's
     processes), exit code and signal. Raises `ChildFailed` with the cause in one line, or KeyboardInterrupt after the
     child has been stopped.
@@ -52,7 +54,7 @@ def run(
     log = folder / "log.txt"
     command = [*(launcher or [sys.executable]), "-m", module, str(folder / "job.json")]
     started, peak = time.time(), 0.0
-    line = ProgressLine(folder / "progress.json")
+    line = None if quiet else ProgressLine(folder / "progress.json")
     with open(log, "a") as output:
         output.write(f"\n==== {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC  {module}\n")
         output.flush()
@@ -63,7 +65,8 @@ def run(
     try:
         while process.poll() is None:
             peak = max(peak, _memory_mib(process.pid))
-            line.draw()
+            if line:
+                line.draw()
             if on_poll:
                 on_poll()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -79,7 +82,8 @@ def run(
         if code and code < 0:
             record["signal"] = signal.Signals(-code).name
         write_json(folder / "child.json", record)
-        line.close()
+        if line:
+            line.close()
     done = read_json(folder / "done.json")
     if code or done is None:
         raise ChildFailed(_cause(module, log, record), tail(log))

@@ -1,6 +1,6 @@
-"""The command ``eagle3nb``: run the stages, write reports.
+"""The command ``eagle3nb``: run the stages, check artefacts, write reports.
 
-Exit codes: 0 done, 1 a stage failed, 2 refused, 130 stopped.
+Exit codes: 0 done, 1 a stage or a check failed, 2 refused, 130 stopped.
 """
 
 import argparse
@@ -28,6 +28,16 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--from", dest="first", metavar="STAGE", help="first stage to run")
     run.add_argument("--until", dest="last", metavar="STAGE", help="last stage to run")
 
+    check = commands.add_parser(
+        "check", help="check a run, store, sample, vocabulary mapping or draft, whoever made it"
+    )
+    check.add_argument("path", help="what to check; it is worked out what it is")
+    check.add_argument("--verifier", metavar="V", help="hub id, directory or package:NAME (a run knows its own)")
+    check.add_argument("--against", metavar="PATH", help="checkpoint, store, config or run to compare with")
+    check.add_argument("--deep", action="store_true", help="read every byte: checksums, NaN and Inf")
+    check.add_argument("--json", action="store_true", help="print the entries of checks.json instead of a table")
+    check.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the verifier")
+
     report = commands.add_parser("report", help="write report.html of a run anew, or compare several runs in one page")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run directory; with more than one they are compared")
     report.add_argument(
@@ -42,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.command == "run":
             return _run(args)
+        if args.command == "check":
+            return _check(args)
         return _report(args)
     except Refused as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
@@ -68,6 +80,20 @@ def _run(args: argparse.Namespace) -> int:
     print("\n".join(report.headline_lines(record)))
     print(f"report: {runner.shown(folder / 'report.html')}")
     return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    import json
+
+    from eagle3nb import bridges, show, verifier
+
+    given = verifier.resolve(args.verifier, trust_remote_code=args.trust_remote_code) if args.verifier else None
+    artefacts, entries = bridges.check_path(args.path, given, args.against, args.deep)
+    if args.json:
+        print(json.dumps(entries, indent=2, ensure_ascii=False))
+    else:
+        print(f"{args.path}: {artefacts.kind}\n{show.checks_text(entries)}")
+    return 1 if bridges.failures(entries) else 0
 
 
 def _report(args: argparse.Namespace) -> int:

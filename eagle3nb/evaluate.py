@@ -8,8 +8,11 @@ Acceptance length = tokens per verifier step = 1 + accepted draft tokens / draft
 """
 
 from collections import defaultdict
+from pathlib import Path
 from statistics import mean
 from typing import Any
+
+import torch
 
 from eagle3nb import child, draft, show, stage
 from eagle3nb.files import read_json, write_json
@@ -42,6 +45,7 @@ def run(params: Evaluate) -> dict[str, Any]:
             speed_prompts=min(len(rows), params.speed_prompts),
             by_num_speculative_tokens=figures,
             predicted_acceptance_by_position=_predicted(params),
+            draft_vocab_coverage=_coverage(checkpoint, [r["tokens"] for r in base["quality"]["responses"]]),
             checkpoint=params.checkpoint or str(checkpoint.relative_to(here.folder.parent)),
             concurrency=params.concurrency,
             dtype=base["turns"][0]["dtype"],
@@ -53,6 +57,15 @@ def _predicted(params: Evaluate) -> list[float] | None:
     if params.checkpoint:
         return None
     return stage.result(params.run_dir, "train")["predicted_acceptance_by_position"]
+
+
+def _coverage(checkpoint: Path, responses: list[list[int]]) -> float:
+    """Share of the responses' tokens that the draft can propose; 1.0 without a d2t (the whole vocabulary)."""
+    offsets = draft.tensors(checkpoint).get("d2t")
+    tokens = torch.tensor([token for response in responses for token in response])
+    if offsets is None or not len(tokens):
+        return 1.0
+    return float(torch.isin(tokens, torch.arange(len(offsets)) + offsets).float().mean())
 
 
 def _measure(

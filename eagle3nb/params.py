@@ -35,6 +35,7 @@ class StageParams(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
     run_dir: str = Field("runs/by-hand", description="run directory; earlier stages are read from it")
+    allow: list[str] = Field([], description="ids of checks that may fail without stopping the run")
 
 
 class Preflight(StageParams):

@@ -168,11 +168,52 @@ def token_text(tokenizer: Any, token: int) -> str:
     return data.decode(errors="backslashreplace")
 
 
-def verdict(good: bool, text: str) -> Html:
-    """A coloured line: what was looked at, and whether it is as it should be."""
-    colour = "#228833" if good else "#cc3311"
-    mark = "✓" if good else "✗"
-    return Html(f'<div style="color:{colour};font-weight:600">{mark} {html.escape(text)}</div>', f"{mark} {text}")
+# Badges carry their own background, so they read alike in light and dark themes; skip is grey: it is no pass.
+VERDICTS = {"fail": "#cc3311", "warn": "#b8620a", "pass": "#228833", "skip": "#777777"}
+
+
+def checks(entries: Iterable[Mapping[str, Any]]) -> Html:
+    """The entries of a ``checks.json`` as a table, the worst verdict first; advice only where it is needed."""
+    order = list(VERDICTS)
+    entries = sorted(entries, key=lambda entry: order.index(entry["verdict"]))
+    rows = [
+        (
+            Html(f'<span title="{html.escape(entry["title"])}">{html.escape(entry["id"])}</span>', entry["id"]),
+            badge(entry["verdict"]),
+            number(entry["observed"]),
+            number(entry["expected"]),
+            entry["advice"] if entry["verdict"] != "pass" else "",
+        )
+        for entry in entries
+    ]
+    counts = {verdict: sum(entry["verdict"] == verdict for entry in entries) for verdict in order}
+    caption = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no checks"
+    return table(rows, ("check", "verdict", "observed", "expected", "advice"), caption)
+
+
+def checks_text(entries: Iterable[Mapping[str, Any]], width: int = 100) -> str:
+    """The same table for a terminal: bridge by bridge, advice below what needs it, long text cut to ``width``."""
+    lines, bridge = [], None
+    for entry in entries:
+        if entry["bridge"] != bridge:
+            bridge = entry["bridge"]
+            lines.append(f"\n{bridge.replace('_', ' ')}")
+        verdict = "fail (allowed)" if entry.get("allowed") else entry["verdict"]
+        observed, expected = (visible(str(entry[key])) for key in ("observed", "expected"))
+        lines.append(f"  {verdict:<5} {entry['id']:<26} {observed[:width]}")
+        if entry["verdict"] in ("fail", "warn"):
+            lines += [f"        wanted: {expected[: 2 * width]}", f"        advice: {entry['advice'][: 2 * width]}"]
+            if len(observed) > width:
+                lines.insert(-2, f"        found:  {observed[: 4 * width]}")
+    counts = {v: sum(entry["verdict"] == v for entry in entries) for v in VERDICTS}
+    total = ", ".join(f"{n} {v}" for v, n in counts.items() if n) or "no check applies"
+    return "\n".join([*lines, "", total])
+
+
+def badge(verdict: str) -> Html:
+    """A verdict (fail, warn, pass, skip) as a coloured word."""
+    style = f"background:{VERDICTS[verdict]};color:#fff;border-radius:3px;padding:0 6px;font-weight:600"
+    return Html(f'<span style="{style}">{verdict}</span>', verdict)
 
 
 # ---- pictures ------------------------------------------------------------------------------------------------

@@ -24,6 +24,30 @@ def test_two_configs_side_by_side_mark_differences():
     assert markup.count("≠") == 1
 
 
+def test_checks_are_sorted_by_verdict_and_skip_is_not_green():
+    made = [
+        {
+            "id": f"a.{verdict}",
+            "title": "<t>",
+            "verdict": verdict,
+            "observed": 0.5,
+            "expected": "> 0.9",
+            "advice": f"do {verdict}",
+        }
+        for verdict in ("skip", "pass", "fail", "warn")
+    ]
+    shown = show.checks(made)
+    places = [shown.markup.index(f"a.{verdict}<") for verdict in ("fail", "warn", "pass", "skip")]
+    assert places == sorted(places)
+    assert shown.markup.count(show.VERDICTS["pass"]) == 1  # the badge of the one pass
+    assert show.VERDICTS["skip"] != show.VERDICTS["pass"]
+    assert "do fail" in shown.markup
+    assert "do pass" not in shown.markup
+    assert "<t>" not in shown.markup
+    assert "1 fail, 1 warn, 1 pass, 1 skip" in shown.markup
+    assert "no checks" in show.checks([]).markup
+
+
 class Tokenizer:
     def __init__(self, texts):
         self.texts = texts
