@@ -83,7 +83,7 @@ def test_every_value_can_be_overridden(load, stage, field):
     other = {bool: "true", int: "2", float: "0.5", dict: "{a: 1}", list: "[1]"}.get(type(default), "some/text")
     special = {
         "responses": "given", "capture": "connector", "dtype": "float32", "optimizer": "adamw", "scheduler": "linear",
-        "train": "[a.jsonl]", "heldout": "[a.jsonl]", "layer_ids": "[1, 2]",
+        "train": "[a.jsonl]", "heldout": "[a.jsonl]", "layer_ids": "[1, 2]", "allow": "[a.b]",
     }  # fmt: skip
     wanted = special.get(field, other)
     if default is None and "int" in str(params.STAGES[stage].model_fields[field].annotation) and field != "layer_ids":
