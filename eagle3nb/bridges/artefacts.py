@@ -307,7 +307,7 @@ def _identify_folder(path: Path, verifier: Verifier | None, deep: bool) -> Artef
 
 
 def _identify_tensor(path: Path, a: Artefacts) -> Artefacts:
-    value = reading.npy_file(path) if path.suffix == ".npy" else reading.torch_file(path)
+    value = reading.tensor_file(path)
     if isinstance(value, dict) and {"t2d", "d2t"} & set(value):
         a.kind, a.mapping = "a vocabulary pair in one file", _pair(value.get("t2d"), value.get("d2t"), path)
     elif path.stem in ("t2d", "d2t"):
@@ -324,11 +324,9 @@ def mapping_in(folder: Path, suffix: str | None = None) -> Mapping:
     """The vocabulary pair of a folder: ``.npy`` as the trainer reads it, else ``.pt``."""
     parts: dict[str, torch.Tensor | None] = {}
     for name in ("t2d", "d2t"):
-        paths = [folder / f"{name}{s}" for s in ((suffix,) if suffix else (".npy", ".pt"))]
-        path = next((p for p in paths if p.is_file()), None)
-        parts[name] = (
-            None if path is None else (reading.npy_file if path.suffix == ".npy" else reading.torch_file)(path)
-        )
+        paths = [reading.inside(folder, f"{name}{s}") for s in ((suffix,) if suffix else (".npy", ".pt"))]
+        path = next((p for p in paths if p), None)
+        parts[name] = reading.tensor_file(path) if path else None
     return _pair(parts["t2d"], parts["d2t"], folder)
 
 
@@ -343,9 +341,8 @@ def _pair(t2d: Any, d2t: Any, where: Path) -> Mapping:
 
 def draft_in(folder: Path, weights: Path | None = None) -> Draft:
     """The draft checkpoint of a folder: its config and, where it is there, its safetensors file."""
-    config = reading.json_object(folder / "config.json")
-    weights = weights or folder / "model.safetensors"
-    draft = Draft(config, weights if weights.is_file() else None, str(folder))
+    config = reading.json_object(reading.inside(folder, "config.json") or folder / "config.json")
+    draft = Draft(config, weights or reading.inside(folder, "model.safetensors"), str(folder))
     if draft.weights is None and not ({"transformer_layer_config", "eagle_config", "draft_vocab_size"} & set(config)):
         raise Refused(f"{folder}: no draft checkpoint (no model.safetensors, and its config.json is no draft's)")
     return draft

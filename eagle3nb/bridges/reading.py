@@ -160,15 +160,29 @@ def npy_file(path: Path | str) -> torch.Tensor:
         raise Refused(f"{path}: no readable .npy array ({_why(error)})") from None
 
 
-def links_outside(folder: Path) -> list[str]:
-    """Names of symbolic links below ``folder`` that lead out of it (they are not followed)."""
-    root, found = folder.resolve(), []
-    for place, folders, files in os.walk(root):  # does not follow links
-        for name in [*folders, *files]:
-            path = Path(place, name)
-            if path.is_symlink() and not path.resolve().is_relative_to(root):
-                found.append(str(path.relative_to(root)))
-    return found
+def tensor_file(path: Path) -> Any:
+    """What a ``.npy`` or ``.pt`` file holds."""
+    return npy_file(path) if path.suffix == ".npy" else torch_file(path)
+
+
+def inside(folder: Path, name: str) -> Path | None:
+    """``folder/name`` where it is a file there, None where it is not; `Refused` where it is a link that leads away.
+
+    A hub cache is the exception: its snapshots are links to the ``blobs`` beside them.
+    """
+    path = folder / name
+    if leads_away(path, folder):
+        raise Refused(f"{path}: a link that leaves the directory (to {path.resolve()}); it was not followed")
+    return path if path.is_file() else None
+
+
+def leads_away(path: Path, folder: Path) -> bool:
+    """Whether a path below ``folder`` is a link out of it (but for a hub cache's links to its blobs)."""
+    if not path.is_symlink():
+        return False
+    root, target = folder.resolve(), path.resolve()
+    hub = root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
+    return not (target.is_relative_to(root) or hub)
 
 
 class TokenRows:
@@ -183,7 +197,7 @@ class TokenRows:
             names = [entry["filename"] for entry in state["_data_files"]]
             tables = []
             for name in names:
-                if Path(name).name != name or (folder / name).is_symlink():
+                if Path(name).name != name or inside(folder, name) is None:
                     raise Refused(f"{folder}: its state.json names {name!r}, which is no plain file in that folder")
                 with pa.memory_map(str(folder / name)) as source, pa.ipc.open_stream(source) as stream:
                     tables.append(stream.read_all())

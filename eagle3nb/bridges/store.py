@@ -63,19 +63,19 @@ class StoreFiles:
     @cached_property
     def declared(self) -> dict[str, Any] | None:
         """``store.json``, None where there is none."""
-        path = self.folder / "store.json"
-        return reading.json_object(path) if path.is_file() and not self.only else None
+        path = None if self.only else reading.inside(self.folder, "store.json")
+        return reading.json_object(path) if path else None
 
     @cached_property
     def rows(self) -> reading.TokenRows | None:
         """The arrow dataset beside the samples, None where there is none."""
-        there = (self.folder / "state.json").is_file() and not self.only
-        return reading.TokenRows(self.folder) if there else None
+        path = None if self.only else reading.inside(self.folder, "state.json")
+        return reading.TokenRows(self.folder) if path else None
 
     @property
     def checksums(self) -> Path | None:
-        path = self.folder / "samples.jsonl"
-        return path if path.is_file() and not self.only else None
+        """``samples.jsonl``, None where there is none."""
+        return None if self.only else reading.inside(self.folder, "samples.jsonl")
 
     def path(self, i: int) -> Path:
         return self.only or self.hidden_states / f"hs_{i}.safetensors"
@@ -103,7 +103,6 @@ class StoreFiles:
         """One pass over every header and the token ids; the hidden states are not read."""
         scan, rows = Scan(), self.rows
         seen = np.zeros(self.count, bool)
-        root = self.hidden_states.resolve()
         for i in self.numbers():
             scan.files += 1
             if rows is not None and i >= len(rows):
@@ -112,7 +111,7 @@ class StoreFiles:
             if i < len(seen):
                 seen[i] = True
             path = self.path(i)
-            if path.is_symlink() and not path.resolve().is_relative_to(root):
+            if reading.leads_away(path, self.hidden_states):
                 scan.unreadable.add(f"{path.name} is a link that leaves the directory; it was not followed")
                 continue
             try:
