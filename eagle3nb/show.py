@@ -368,7 +368,7 @@ STRIP_STYLE = """
 .e3-steps table { border-collapse: collapse; } .e3-steps :is(th, td) { padding: 1px 10px; text-align: left; }
 .e3-steps td:first-child { text-align: right; }
 .e3-steps code { unicode-bidi: isolate; white-space: pre; margin-right: .5em; }
-.e3-rejected { text-decoration: line-through rgba(204, 51, 17, .9); }
+td .e3-rejected { opacity: .75; } .e3-prompt { opacity: .75; white-space: pre-wrap; font-size: 13px; }
 """
 STRIP_LEGEND = (
     '<span class="e3-accepted">green</span>: draft tokens that were accepted; plain: the verifier’s own tokens; '
@@ -424,11 +424,13 @@ def steps(response: Mapping[str, Any], num_speculative_tokens: int) -> Html:
         f"{response['id']} ({response['kind']}): {total} tokens in {len(rows)} steps, {accepted} draft tokens accepted"
     )
     note += f", {rejected} rejected" if rejected else ""
+    prompt = f'<div class="e3-prompt">{_in_strip(response["text"])}</div>' if "text" in response else ""
     heads = "".join(f"<th>{h}</th>" for h in ("step", "accepted draft", "verifier’s own", "rejected draft"))
     markup = (
         f'<style>{STRIP_STYLE}</style><div class="e3-note">{html.escape(visible(note))}</div>'
         f'<div class="e3-strip">{"".join(boxes)}</div>'
-        f'<details><summary class="e3-note">Step by step</summary><div class="e3-steps" tabindex="0"><table>'
+        f'<details><summary class="e3-note">Prompt, and step by step</summary>{prompt}'
+        f'<div class="e3-steps" tabindex="0"><table>'
         f"<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div></details>"
     )
     return Html(markup, note)

@@ -91,7 +91,7 @@ def test_the_report_follows_screen_paper_and_keyboard(finished_run, browser):
     assert tab.pdf()[:5] == b"%PDF-"
     for _ in range(200):
         tab.press("Tab", 9)
-        if tab.js("document.activeElement.textContent.trim()") == "Step by step":
+        if tab.js("document.activeElement.textContent.trim()") == "Prompt, and step by step":
             break
     assert tab.js("document.activeElement.parentElement.open") is False
     tab.press("Enter", 13)
@@ -193,7 +193,7 @@ def test_hostile_tokens_are_text(tmp_path, browser):
     made_up(tmp_path, headline=GOOD)
     ids = range(len(HOSTILE))
     response = {
-        "id": HOSTILE[0], "kind": HOSTILE[1], "texts": {str(i): text for i, text in enumerate(HOSTILE)},
+        "id": HOSTILE[0], "kind": HOSTILE[1], "text": "".join(HOSTILE), "texts": {str(i): text for i, text in enumerate(HOSTILE)},
         "with_draft": {"2": {
             "tokens": list(ids), "steps": [1] * len(ids), "drafts": [[(i + 1) % len(ids), i] for i in ids],
         }},
@@ -321,6 +321,9 @@ def test_verdicts():
     assert "evaluate" in text
     slow = verdict.judge({"stages": stages, "headline": GOOD | {"speedup": 0.8, "speedup_rounds": [0.7, 0.9]}})
     assert "slower than without it" in slow[1]
+    assert "disagree" not in slow[1] + text
+    noisy = verdict.judge({"stages": stages, "headline": GOOD | {"speedup_rounds": [0.7, 3.0]}})
+    assert "these rounds disagree too much to be relied on" in noisy[1]
     spread = GOOD | {"acceptance_by_prompt": [1.0, 1.5, None, 2.0, 2.5, 3.0], "speed_prompts": 3}
     text = verdict.judge({"stages": stages, "headline": spread})[1]
     assert "on 5 held-out prompts (middle half of them 1.50 to 2.50) and 1.20 times the speed on 3 of them" in text

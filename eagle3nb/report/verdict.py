@@ -10,6 +10,7 @@ from eagle3nb.files import read_json
 from eagle3nb.params import STAGES
 
 FINISHED = ("done", "cached")
+AGREEING_ROUNDS = 1.3  # rounds that differ by more were disturbed: on a quiet machine they lie within a few percent
 SMALL_VERIFIER = 1_000_000_000  # parameters; what holds below says little about large verifiers
 
 
@@ -64,6 +65,8 @@ def judge(run: dict[str, Any], found: list[dict[str, Any]] = ()) -> tuple[str, s
 def _served(headline: dict[str, Any]) -> str:
     speed, total = headline["speedup_rounds"], headline["prompts"]
     slower = ", slower than without it" if headline["speedup"] < 1 else ""
+    if max(speed) > AGREEING_ROUNDS * min(speed):
+        slower += "; these rounds disagree too much to be relied on"
     timed = headline.get("speed_prompts")
     spread = _middle_half(headline)
     same = (
