@@ -193,7 +193,8 @@ def test_hostile_tokens_are_text(tmp_path, browser):
     made_up(tmp_path, headline=GOOD)
     ids = range(len(HOSTILE))
     response = {
-        "id": HOSTILE[0], "kind": HOSTILE[1], "text": "".join(HOSTILE), "texts": {str(i): text for i, text in enumerate(HOSTILE)},
+        "id": HOSTILE[0], "kind": HOSTILE[1], "text": "".join(HOSTILE),
+        "texts": {str(i): text for i, text in enumerate(HOSTILE)},
         "with_draft": {"2": {
             "tokens": list(ids), "steps": [1] * len(ids), "drafts": [[(i + 1) % len(ids), i] for i in ids],
         }},

@@ -13,36 +13,44 @@ from eagle3nb.params import STAGES
 from eagle3nb.report import page
 from eagle3nb.report.run import load
 
-# (label, how it is read from what `load` gives, digits)
-FIGURES: tuple[tuple[str, Callable[[dict], Any], str], ...] = (
-    ("acceptance length", lambda r: r["results"]["evaluate"].get("acceptance_length"), ".2f"),
-    ("predicted acceptance length", lambda r: r["results"]["train"].get("predicted_acceptance_length"), ".2f"),
-    *(
-        (
-            f"accepted at position {k}",
-            lambda r, k=k: _at(r["results"]["evaluate"].get("acceptance_by_position"), k),
-            ".3f",
-        )
-        for k in range(8)
-    ),
-    ("speed-up", lambda r: r["results"]["evaluate"].get("speedup"), ".2f"),
-    ("without draft, tokens/s", lambda r: r["results"]["evaluate"].get("baseline_tokens_per_s"), ".1f"),
-    ("with draft, tokens/s", lambda r: r["results"]["evaluate"].get("spec_tokens_per_s"), ".1f"),
-    ("identical outputs", lambda r: r["results"]["evaluate"].get("identical_outputs"), ",.0f"),
-    ("prompts", lambda r: r["results"]["evaluate"].get("prompts"), ",.0f"),
-    ("training samples", lambda r: r["results"]["extract_hidden_states"].get("store_samples"), ",.0f"),
-    ("training steps", lambda r: r["results"]["train"].get("steps"), ",.0f"),
-    ("last training loss", lambda r: r["results"]["train"].get("final_train_loss"), ".3f"),
-    ("vocabulary coverage", lambda r: r["results"]["build_vocab_mapping"].get("coverage"), ".4f"),
-    *(
-        (f"{name}, seconds", lambda r, name=name: _entry(r, name).get("seconds"), ",.0f")
-        for name in ("extract_hidden_states", "train", "evaluate")
-    ),
-    (
-        "peak memory, MiB",
-        lambda r: max((s.get("peak_rss_mib") or 0 for s in r["run"]["stages"]), default=0) or None,
-        ",.0f",
-    ),
+Reader = Callable[[dict[str, Any]], Any]
+
+
+def _of(name: str, key: str, k: int | None = None) -> Reader:
+    """Reads ``key`` of a stage's ``result.json``, or its k-th part."""
+
+    def read(run: dict[str, Any]) -> Any:
+        value = run["results"][name].get(key)
+        return value if k is None else value[k] if value and k < len(value) else None
+
+    return read
+
+
+def _of_stage(name: str, key: str) -> Reader:
+    """Reads ``key`` of a stage's entry in ``run.json``."""
+    return lambda run: next((entry.get(key) for entry in run["run"]["stages"] if entry["name"] == name), None)
+
+
+def _peak(run: dict[str, Any]) -> int | None:
+    return max((entry.get("peak_rss_mib") or 0 for entry in run["run"]["stages"]), default=0) or None
+
+
+# (label, how it is read from what `load` gives, format)
+FIGURES: tuple[tuple[str, Reader, str], ...] = (
+    ("acceptance length", _of("evaluate", "acceptance_length"), ".2f"),
+    ("predicted acceptance length", _of("train", "predicted_acceptance_length"), ".2f"),
+    *((f"accepted at position {k}", _of("evaluate", "acceptance_by_position", k), ".3f") for k in range(8)),
+    ("speed-up", _of("evaluate", "speedup"), ".2f"),
+    ("without draft, tokens/s", _of("evaluate", "baseline_tokens_per_s"), ".1f"),
+    ("with draft, tokens/s", _of("evaluate", "spec_tokens_per_s"), ".1f"),
+    ("identical outputs", _of("evaluate", "identical_outputs"), ",.0f"),
+    ("prompts", _of("evaluate", "prompts"), ",.0f"),
+    ("training samples", _of("extract_hidden_states", "store_samples"), ",.0f"),
+    ("training steps", _of("train", "steps"), ",.0f"),
+    ("last training loss", _of("train", "final_train_loss"), ".3f"),
+    ("vocabulary coverage", _of("build_vocab_mapping", "coverage"), ".4f"),
+    *((f"{n}, seconds", _of_stage(n, "seconds"), ",.0f") for n in ("extract_hidden_states", "train", "evaluate")),
+    ("peak memory, MiB", _peak, ",.0f"),
 )
 # Overlaid: stage, plot, the one of its series, title, x, y, scale of x
 CURVES = (
@@ -71,14 +79,6 @@ def compare(run_dirs: list[Path], out: Path | None = None) -> Path:
     )  # fmt: skip
     write_text(target, page.page("Comparison of runs", body))
     return target
-
-
-def _at(values: list | None, k: int) -> Any:
-    return values[k] if values and k < len(values) else None
-
-
-def _entry(run: dict[str, Any], name: str) -> dict[str, Any]:
-    return next((entry for entry in run["run"]["stages"] if entry["name"] == name), {})
 
 
 def _figures(runs: list[dict[str, Any]]) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 from eagle3nb import child, stage
 from eagle3nb.errors import Refused
-from eagle3nb.files import folder_bytes, read_json, write_text
+from eagle3nb.files import read_json, write_text
 from eagle3nb.params import STAGES
 from eagle3nb.report import page
 from eagle3nb.report.verdict import FINISHED, checks, figures, summary, verifier_kind, verifier_size
@@ -181,8 +181,6 @@ def _artefacts(run_dir: Path, results: dict[str, dict], params: dict[str, Any]) 
         add("checkpoint", path, found["checkpoint_bytes"], found["checkpoint_sha256"], "model.safetensors")
     if (found := results["evaluate"]) and params.get("evaluate", {}).get("checkpoint"):
         add("served instead", found["checkpoint"])
-    if run_dir.is_dir():
-        add("whole run", run_dir.name, folder_bytes(run_dir))
     return rows
 
 
@@ -267,7 +265,7 @@ def _limits(
         )
         said.append("Only greedy decoding was measured; with sampling the acceptance differs.")
     if results["train"]:
-        said.append(f"One training with seed {params['train']['seed']}: the spread over seeds is not known.")
+        said.append("One training, with one seed: the spread over seeds is not known.")
     if results["preflight"]:
         said.append("The verifier’s weights are identified by their sizes and its config, not by a hash of every byte.")
     if changed := run.get("made_with", {}).get("changed"):
