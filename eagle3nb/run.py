@@ -175,6 +175,11 @@ class Record:
         self.value["stages"][k] = {"name": name, **fields}
         self.write()
 
+    def outdate(self, name: str) -> None:
+        """What later stages left was made from what ``name`` is about to replace."""
+        for entry in self.value["stages"][list(STAGES).index(name) + 1 :]:
+            entry["status"] = "pending"
+
     def close(self, status: str) -> None:
         done = all(entry["status"] in ("done", "cached") for entry in self.value["stages"])
         self.value["status"] = ("done" if done else "incomplete") if status == "done" else status
@@ -197,6 +202,8 @@ def _run_stage(name: str, params: Params, record: Record, say: Any) -> None:
     for old_file in ("child.json", "progress.json"):
         (folder / old_file).unlink(missing_ok=True)
     started = time.time()
+    if name != "preflight":  # always run, and what it finds is mostly the same
+        record.outdate(name)
     record.stage(name, status="running", started=datetime.now(UTC).isoformat(timespec="seconds"))
     error, status = None, "done"
     with Watcher(folder, position, say):

@@ -1,6 +1,7 @@
 """The pages that people read, looked at in a browser: of a real run, and of runs made up to be awkward."""
 
 import base64
+import os
 import re
 
 import pytest
@@ -171,12 +172,21 @@ def test_a_failed_run_shows_the_log_and_the_way_on(tmp_path, browser):
     log = "line\n<script>document.title = 'owned'</script>\n"
     log += "\x1b[2;36mcoloured\x1b[0m \x1b]8;id=1;file:///x\x1b\\link   \n"
     write_text(stage.folder(tmp_path, "train") / "log.txt", log)
+    for name, old in (("live", False), ("loss", True)):
+        show.curves(
+            stage.folder(tmp_path, "train"), name, {name: ([0, 1], [2.0, 1.0])}, f"Title {name}", "step", "loss"
+        )
+        if old:  # of an earlier attempt
+            os.utime(stage.folder(tmp_path, "train") / "plots" / f"{name}.png", (0, 0))
+    write_json(stage.folder(tmp_path, "evaluate") / "checks.json", [a_check("served.old", "fail")])
     tab = looked_at(browser, report.write(tmp_path))
     assert tab.js("document.title") == "made-up: FAIL"
     text = tab.js("document.body.innerText")
     assert "The stage train failed: <b>boom</b>" in text
     assert "document.title = 'owned'</script>\ncoloured link\n" in text, text
     assert f"eagle3nb run --run-dir {tmp_path}" in text
+    assert tab.js("[...document.images].map(i => i.alt)") == ["Title live: loss over step; live from 2 to 1"]
+    assert "served.old" not in text
     assert "Not finished: train, evaluate." in text
 
 

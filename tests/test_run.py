@@ -68,7 +68,13 @@ def test_a_changed_parameter_runs_that_stage_and_what_reads_it(copy_of_run, para
     assert statuses["extract_hidden_states"] == "cached"
     assert statuses["build_vocab_mapping"] == statuses["train"] == "done"
     assert stage.result(copy_of_run, "train")["draft_vocab_size"] == 256
-    assert read_json(copy_of_run / "run.json")["status"] == "incomplete" or statuses["evaluate"] != "pending"
+    assert statuses["evaluate"] == "pending"  # what it left was made with another draft
+    record = read_json(copy_of_run / "run.json")
+    assert record["status"] == "incomplete"
+    assert record["headline"] == {}
+    page = (copy_of_run / "report.html").read_text()
+    assert "Still to be run: evaluate." in page
+    assert "predicted against served" not in page
 
 
 def test_a_failing_stage_stops_the_run_and_says_why(tmp_path, params_file, capsys):

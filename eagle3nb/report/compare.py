@@ -12,6 +12,7 @@ from eagle3nb.files import read_json, write_text
 from eagle3nb.params import STAGES
 from eagle3nb.report import page
 from eagle3nb.report.run import load
+from eagle3nb.report.verdict import reached
 
 Reader = Callable[[dict[str, Any]], Any]
 
@@ -130,7 +131,7 @@ def _overlays(runs: list[dict[str, Any]], here: Path) -> Any:
             for run in runs:
                 file = stage.folder(run["folder"], name) / "plots" / f"{plot}.json"
                 found = read_json(file, {}).get("data", {}).get(series)
-                if found:
+                if found and name in reached(run["run"]):
                     lines[run["letter"]] = (found["x"], found["y"])
                     links.append((run["letter"], os.path.relpath(file.resolve(), here)))
             if lines:

@@ -1,5 +1,6 @@
 """``report.html`` of a run, also of one that failed or is not finished: verdict first, then what it rests on."""
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ from eagle3nb.errors import Refused
 from eagle3nb.files import read_json, write_text
 from eagle3nb.params import STAGES
 from eagle3nb.report import page
-from eagle3nb.report.verdict import FINISHED, checks, figures, summary, verifier_kind, verifier_size
+from eagle3nb.report import verdict as verdicts
 
 # The plots that prove something, in order: stage, plot, title, how to read it.
 PLOTS = (
+    ("train", "live", "Loss, up to where it stopped", "Falls quickly, then slowly."),
     ("train", "loss", "Loss", "Falls quickly, then slowly; validation follows training."),
     ("train", "loss_by_position", "Validation loss by draft position", "Falling; later positions are harder."),
     (
@@ -43,23 +45,23 @@ def write(run_dir: Path | str) -> Path:
     from markupsafe import Markup
 
     run_dir = Path(run_dir)
-    run, verdict, sentence = summary(run_dir)
-    results = {name: read_json(stage.folder(run_dir, name) / "result.json", {}) for name in STAGES}
+    run, verdict, sentence = verdicts.summary(run_dir)
+    results = verdicts.results(run_dir, run)
     params = read_json(run_dir / "params.json", {})
-    kind = verifier_kind(results["preflight"])
+    kind = verdicts.verifier_kind(results["preflight"])
     stopped = next((s for s in run["stages"] if s["status"] in ("failed", "interrupted", "running")), None)
-    found = checks(run_dir)
+    found = verdicts.checks(run_dir, run)
     log = stage.folder(run_dir, stopped["name"]) / "log.txt" if stopped else None
     strips = _strips(run_dir, results["evaluate"])
     body = page.render(
         "report.html.j2",
-        run=run, verdict=verdict, sentence=sentence, kind=kind, figures=figures(run.get("headline", {})),
+        run=run, verdict=verdict, sentence=sentence, kind=kind, figures=verdicts.figures(run.get("headline", {})),
         stopped=stopped, tail=page.plain(child.tail(log)) if log else "",
         here=_shown(run_dir), bridges=_bridges(found), counts=_counts(found), notes=Markup(_notes(run_dir)),
         stages=[_stage(run_dir, entry) for entry in run["stages"]],
         sections={name: _parameters(name, params.get(name, {}), run) for name in STAGES},
         artefacts=_artefacts(run_dir, results, params), made=_made(run, results, params),
-        plots=list(_plots(run_dir)), strips=[Markup(page.tilde(str(s))) for s in strips],
+        plots=list(_plots(run_dir, run)), strips=[Markup(page.tilde(str(s))) for s in strips],
         legend=Markup(_legend()) if strips else "", limits=_limits(run, results, params, found, kind),
     )  # fmt: skip
     target = run_dir / "report.html"
@@ -131,10 +133,10 @@ def _notes(run_dir: Path) -> str:
 def _stage(run_dir: Path, entry: dict[str, Any]) -> dict[str, Any]:
     label = stage.label(entry["name"])
     html = f"{label}/{label}.html"
-    return {"seconds": None, "peak_rss_mib": None, "error": None, "exit": None} | entry | {
-        "label": label,
-        "link": html if (run_dir / html).is_file() else "",
-    }  # fmt: skip
+    nothing = {"name": entry["name"], "status": "pending", "seconds": None, "peak_rss_mib": None, "error": None}
+    if entry["status"] == "pending":
+        return nothing | {"label": label, "link": "", "exit": None}
+    return nothing | {"exit": None} | entry | {"label": label, "link": html if (run_dir / html).is_file() else ""}
 
 
 def _parameters(name: str, values: dict[str, Any], run: dict[str, Any]) -> list[dict[str, str]]:
@@ -208,10 +210,15 @@ def _with_unit(key: str, value: Any) -> tuple[str, str]:
 # ---- evidence and limits -------------------------------------------------------------------------------------
 
 
-def _plots(run_dir: Path) -> Any:
+def _plots(run_dir: Path, run: dict[str, Any]) -> Any:
+    """The plots of finished stages, and what a stopped one had drawn since the run began."""
+    began = datetime.fromisoformat(run["started"]).timestamp()
+    status = {entry["name"]: entry["status"] for entry in run["stages"]}
     for name, plot, title, reading in PLOTS:
-        png = stage.folder(run_dir, name) / "plots" / f"{plot}.png"
-        if png.is_file():
+        png, finished = stage.folder(run_dir, name) / "plots" / f"{plot}.png", status[name] in verdicts.FINISHED
+        if status[name] == "pending" or not png.is_file() or (finished and plot == "live"):
+            continue
+        if finished or png.stat().st_mtime >= began:
             data = png.with_suffix(".json")
             link = str(data.relative_to(run_dir)) if data.is_file() else ""
             yield {"title": title, "reading": reading, "link": link, **page.picture(png)}
@@ -240,15 +247,17 @@ def _limits(
     """What this run does not say, as sentences."""
     said = []
     if kind:
-        count = verifier_size(results["preflight"])
+        count = verdicts.verifier_size(results["preflight"])
         said.append(
             f"The verifier is a {kind} ({count / 1e6:,.0f} million parameters): the figures show that the chain works, "
             "not what a draft of a large verifier would reach."
         )
-    if left := [entry["name"] for entry in run["stages"] if entry["status"] not in FINISHED]:
+    if left := [entry["name"] for entry in run["stages"] if entry["status"] not in verdicts.FINISHED]:
         said.append(f"Not finished: {', '.join(left)}. Nothing is known of what they would have shown.")
     without = [
-        s["name"] for s in run["stages"] if s["status"] in FINISHED and all(c["stage"] != s["name"] for c in found)
+        s["name"]
+        for s in run["stages"]
+        if s["status"] in verdicts.FINISHED and all(c["stage"] != s["name"] for c in found)
     ]
     if without:
         said.append(f"No checks were recorded for {', '.join(without)}.")
@@ -276,12 +285,12 @@ def _limits(
 def load(run_dir: Path | str) -> dict[str, Any]:
     """What a comparison needs of a run: ``run``, ``verdict``, ``sentence``, ``results``, ``params``, ``folder``."""
     run_dir = Path(run_dir)
-    run, verdict, sentence = summary(run_dir)
+    run, verdict, sentence = verdicts.summary(run_dir)
     params = read_json(run_dir / "params.json")
     if params is None:
         raise Refused(f"{run_dir} has no params.json: this is no complete run directory")
-    results = {name: read_json(stage.folder(run_dir, name) / "result.json", {}) for name in STAGES}
+    results = verdicts.results(run_dir, run)
     return {
         "run": run, "verdict": verdict, "sentence": sentence, "results": results, "params": params, "folder": run_dir,
-        "kind": verifier_kind(results["preflight"]),
+        "kind": verdicts.verifier_kind(results["preflight"]),
     }  # fmt: skip

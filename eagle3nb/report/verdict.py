@@ -19,13 +19,26 @@ def summary(run_dir: Path | str) -> tuple[dict[str, Any], str, str]:
     run = read_json(Path(run_dir) / "run.json")
     if run is None:
         raise Refused(f"{run_dir} has no run.json: this is no run directory")
-    return run, *judge(run, checks(run_dir))
+    return run, *judge(run, checks(run_dir, run))
 
 
-def checks(run_dir: Path | str) -> list[dict[str, Any]]:
+def reached(run: dict[str, Any]) -> list[str]:
+    """The stages of a run that were begun; what a later one left, an earlier attempt made from something else."""
+    return [entry["name"] for entry in run["stages"] if entry["status"] != "pending"]
+
+
+def results(run_dir: Path | str, run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """``result.json`` of every stage; empty where there is none, or none of this run."""
+    names = reached(run)
+    return {
+        name: read_json(stage.folder(run_dir, name) / "result.json", {}) if name in names else {} for name in STAGES
+    }
+
+
+def checks(run_dir: Path | str, run: dict[str, Any]) -> list[dict[str, Any]]:
     """The checks of all stages that left some, each with its ``stage`` and what it is shown as (``shown``)."""
     found, params = [], read_json(Path(run_dir) / "params.json", {})
-    for name in STAGES:
+    for name in reached(run):
         # A check may have been allowed after it was written: then the stage is cached as it is.
         allowed = params.get(name, {}).get("allow", [])
         for check in read_json(stage.folder(run_dir, name) / "checks.json", []):
