@@ -90,10 +90,11 @@ def _figures(runs: list[dict[str, Any]]) -> Any:
         cells = []
         for value in values:
             text = "–" if value is None else format(value, digits)
-            known = None not in (value, values[0]) and cells
-            cells.append(
-                {"text": text, "difference": format(value - values[0], f"+{digits}").replace("-", "−") if known else ""}
-            )
+            difference = ""
+            if cells and None not in (value, values[0]):
+                same = format(value, digits) == format(values[0], digits)
+                difference = "=" if same else format(value - values[0], f"+{digits}").replace("-", "−")
+            cells.append({"text": text, "difference": difference})
         yield {"label": label, "cells": cells}
 
 
