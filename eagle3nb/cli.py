@@ -52,8 +52,11 @@ def parser() -> argparse.ArgumentParser:
     take.add_argument("--draft-vocab-size", type=int, metavar="N", help="tokens to choose from token counts")
     take.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the verifier")
 
-    report = commands.add_parser("report", help="write report.html of a run anew")
-    report.add_argument("run", help="run directory")
+    report = commands.add_parser("report", help="write report.html of a run anew, or compare several runs in one page")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run directory; with more than one they are compared")
+    report.add_argument(
+        "--out", metavar="FILE", help="where the comparison goes (default: compare.html beside the first)"
+    )
     return top
 
 
@@ -81,7 +84,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from eagle3nb import report
     from eagle3nb import run as runner
-    from eagle3nb.files import read_json
 
     try:
         folder = runner.run(
@@ -91,8 +93,7 @@ def _run(args: argparse.Namespace) -> int:
     except runner.StageFailed as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
         return 1
-    record = read_json(folder / "run.json")
-    verdict, sentence = report.judge(record)
+    record, verdict, sentence = report.summary(folder)
     print(f"\n{verdict}: {sentence}")
     print("\n".join(report.headline_lines(record)))
     print(f"report: {runner.shown(folder / 'report.html')}")
@@ -136,7 +137,15 @@ def _report(args: argparse.Namespace) -> int:
     from eagle3nb import report
     from eagle3nb.run import shown
 
-    print(shown(report.write(Path(args.run))))
+    folders = [Path(run) for run in args.runs]
+    if len(folders) > 1:
+        written = report.compare(folders, Path(args.out) if args.out else None)
+    elif args.out:
+        raise Refused("--out is for the comparison of several runs; the report of one run lies in its directory")
+    else:
+        written = report.write(folders[0])
+        report.refresh(folders[0].resolve().parent)
+    print(shown(written))
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from eagle3nb import credentials
 from eagle3nb.errors import Refused
 
 
@@ -194,6 +195,8 @@ def load(path: Path | str, overrides: list[str] = ()) -> Params:
 def apply_override(raw: dict[str, Any], override: str) -> None:
     """Set ``section.field=value`` (the value is YAML) in a params mapping."""
     key, equals, value = override.partition("=")
+    credentials.refuse(value, key.strip() if equals else "", "-p")
+    credentials.refuse(override, "", "-p")
     section, dot, field = key.strip().partition(".")
     if not equals or not dot:
         raise Refused(f"-p {override}: wanted section.field=value, e.g. train.epochs=5")
@@ -208,6 +211,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def validate(model: type[BaseModel], values: dict[str, Any], where: str) -> Any:
     """``model(**values)``, or ``Refused`` with one line that names the key and, if unknown, the nearest one."""
+    credentials.refuse(values, "", where)
     try:
         return model(**values)
     except ValidationError as error:

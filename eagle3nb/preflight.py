@@ -50,6 +50,8 @@ def run(params: Preflight) -> dict[str, Any]:
         return here.finish(
             verifier={"path": str(found.path), "name": found.name, "trust_remote_code": found.trust_remote_code},
             identity=found.identity(),
+            parameters=found.parameters(),
+            untrained=found.is_untrained(),
             versions=versions(),
             machine=machine_found,
             estimate=estimate,

@@ -24,9 +24,9 @@ from typing import Any
 
 from eagle3nb import stage
 from eagle3nb.chat_template import ChatTemplate
-from eagle3nb.conversations import read_source, turns_of
+from eagle3nb.conversations import local_path, read_source, turns_of
 from eagle3nb.errors import Refused
-from eagle3nb.files import sha256_json
+from eagle3nb.files import sha256_file, sha256_json
 from eagle3nb.params import PrepareData
 from eagle3nb.verifier import Verifier
 
@@ -44,6 +44,11 @@ def run(params: PrepareData) -> dict[str, Any]:
             rows=len(rows),
             heldout_rows=len(heldout),
             rows_sha256=sha256_json(rows),
+            sources={
+                source: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+                for source in [*params.train, *params.heldout]
+                if (path := local_path(source)).is_file()
+            },
             responses=params.responses,
             tokens=sum(len(row["input_ids"]) for row in rows),
             response_tokens=sum(sum(row["loss_mask"]) for row in rows),

@@ -13,6 +13,7 @@ The text part of a nested (multimodal) config is what counts here: hidden size, 
 import hashlib
 import importlib.util
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -213,6 +214,21 @@ class Verifier:
                 with safe_open(self._weight_map[key], "pt") as handle:
                     return handle.get_tensor(key)
         raise Refused(f"verifier {self.name}: no tensor ending in {endings[0]} in {self.path}")
+
+    def parameters(self) -> int:
+        """Parameters on disk, by the headers of the weight files; packed (quantised) weights count as stored."""
+        from safetensors import safe_open
+
+        count = 0
+        for file in sorted(set(self._weight_map.values())):
+            with safe_open(file, "pt") as handle:
+                count += sum(math.prod(handle.get_slice(key).get_shape()) for key in handle.keys())  # noqa: SIM118
+        return count
+
+    def is_untrained(self) -> bool:
+        """Whether the final norm's weights are all equal: so they are at the start, and after no training at all."""
+        weight = self.weight("norm")
+        return bool((weight == weight[0]).all())
 
     def final_norm(self, hidden: Any) -> Any:
         """The verifier's final RMS norm: ``hidden`` [..., hidden] (before it) -> float32 [..., hidden]."""
