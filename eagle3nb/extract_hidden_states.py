@@ -19,7 +19,7 @@ def run(params: ExtractHiddenStates) -> dict[str, Any]:
     """Run the stage; returns (and writes) its ``result.json``."""
     child.refuse_if_no_module("vllm")
     with stage.running("extract_hidden_states", params) as here:
-        verifier, data = stage.verifier(params.run_dir), stage.result(params.run_dir, "prepare_data")
+        verifier, data = stage.verifier(params.run_dir).complete(), stage.result(params.run_dir, "prepare_data")
         layers = layer_ids(params, verifier)
         if params.shard >= params.num_shards:
             raise Refused(

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def run(params: Preflight) -> dict[str, Any]:
                 "fewer samples (prepare_data.max_samples) or shorter ones (prepare_data.seq_len)"
             )
         return here.finish(
-            verifier={"path": str(found.path), "name": found.name, "trust_remote_code": found.trust_remote_code},
+            verifier=asdict(found) | {"path": str(found.path)},
             identity=found.identity(),
             versions=versions(),
             machine=machine_found,

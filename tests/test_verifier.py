@@ -1,10 +1,10 @@
 import json
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import save_file
 
+from eagle3nb import tiny
 from eagle3nb import verifier as verifiers
 from eagle3nb.errors import Refused
 
