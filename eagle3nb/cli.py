@@ -1,4 +1,4 @@
-"""The command ``eagle3nb``: run the stages, write reports.
+"""The command ``eagle3nb``: run the stages, write reports, plan, export drafts, make tiny checkpoints.
 
 Exit codes: 0 done, 1 a stage failed, 2 refused, 130 stopped.
 """
@@ -30,6 +30,21 @@ def parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="write report.html of a run anew")
     report.add_argument("run", help="run directory")
+
+    plan = commands.add_parser("plan", help="tokens, disk, memory and time of a run, before anything starts")
+    plan.add_argument("params", help="params file")
+    plan.add_argument("-p", dest="overrides", action="append", default=[], metavar="SECTION.FIELD=VALUE")
+
+    export = commands.add_parser("export", help="write a draft checkpoint in the naming of vLLM or SGLang")
+    export.add_argument("source", help="run directory, or a draft checkpoint of either naming")
+    export.add_argument("destination", help="new directory")
+    export.add_argument("--to", required=True, metavar="vllm|sglang", help="who will serve it")
+    export.add_argument("--verifier", metavar="NAME", help="the verifier's name in the exported config")
+    export.add_argument("--anyway", action="store_true", help="also where the target ignores some of the config")
+
+    made = commands.add_parser("tiny", help="make a tiny checkpoint: llama or kimi-k2.5")
+    made.add_argument("name", metavar="llama|kimi-k2.5")
+    made.add_argument("folder", help="new directory")
     return top
 
 
@@ -39,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.command == "run":
             return _run(args)
-        return _report(args)
+        return {"report": _report, "plan": _plan, "export": _export, "tiny": _tiny}[args.command](args)
     except Refused as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
         return 2
@@ -74,6 +89,29 @@ def _report(args: argparse.Namespace) -> int:
     from eagle3nb.run import shown
 
     print(shown(report.write(Path(args.run))))
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from eagle3nb import params, plan
+
+    planned = plan.make(params.load(args.params, args.overrides), Path.cwd())
+    print("\n".join(plan.lines(planned)))
+    plan.check_disk(planned)
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from eagle3nb import export
+
+    print(export.run(args.source, args.to, args.destination, verifier=args.verifier, anyway=args.anyway))
+    return 0
+
+
+def _tiny(args: argparse.Namespace) -> int:
+    from eagle3nb import tiny
+
+    print(tiny.make(args.name, Path(args.folder)))
     return 0
 
 

@@ -144,6 +144,9 @@ def to_speculators(
             raise Refused(f"draft config: target_vocab_size {target}, vocab_size {rest['vocab_size']}; wanted one")
         made.note("target_vocab_size", target, "transformer_layer_config.vocab_size", "the same number")
 
+    dtype = rest.pop("torch_dtype", None) or rest.pop("dtype", None)
+    config["dtype"] = dtype or "bfloat16"
+    made.note("torch_dtype", dtype, f"dtype: {config['dtype']}", "" if dtype else "how drafts are served")
     decoder = _decoder(rest, made)
     for name in [n for n in BOOKKEEPING if n in rest]:
         made.note(name, rest.pop(name), "not representable", "says who wrote the file, not what the draft is")
@@ -152,7 +155,6 @@ def to_speculators(
         made.note(name, value, f"transformer_layer_config.{name}")
     for name, value in eagle.items():
         made.note(f"eagle_config.{name}", value, "not representable", "unknown to speculators")
-    config["dtype"] = decoder.get("dtype", "bfloat16")
     config["tie_word_embeddings"] = False
     config["transformer_layer_config"] = decoder
     config["speculators_config"] = kept.pop("speculators_config", None) or {
@@ -184,10 +186,6 @@ def _decoder(rest: dict[str, Any], made: Converted) -> dict[str, Any]:
         why = "" if theta is not None else "LlamaConfig's default"
         made.note("rope_theta", theta, "transformer_layer_config.rope_parameters.rope_theta", why)
         made.note("rope_scaling", scaling, "transformer_layer_config.rope_parameters", "null: no scaling")
-    dtype = rest.pop("torch_dtype", None) or rest.pop("dtype", None)
-    if dtype:
-        decoder["dtype"] = dtype
-        made.note("torch_dtype", dtype, "dtype")
     for name, default in DECODER_DEFAULTS.items():
         if name not in rest:
             decoder[name] = default
@@ -213,8 +211,9 @@ def to_legacy(config: dict[str, Any], *, convention: str = "vllm") -> Converted:
     made.config["rope_theta"] = rope.pop("rope_theta", 10000.0)
     made.config["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
     made.note("transformer_layer_config.rope_parameters", None, "rope_theta, rope_scaling")
-    made.config["torch_dtype"] = decoder.pop("dtype", None) or rest.get("dtype", "bfloat16")
-    made.note("dtype", rest.pop("dtype", None), "torch_dtype")
+    dtype = rest.pop("dtype", None)
+    made.config["torch_dtype"] = decoder.pop("dtype", None) or dtype or "bfloat16"
+    made.note("dtype", dtype, "torch_dtype")
     for name, value in decoder.items():
         made.config[name] = value
         made.note(f"transformer_layer_config.{name}", value, name)
@@ -238,8 +237,6 @@ def to_legacy(config: dict[str, Any], *, convention: str = "vllm") -> Converted:
         made.note("eagle_aux_hidden_state_layer_ids", ids, "eagle_config", why)
     if convention == "sglang" and "sliding_attention" in (decoder.get("layer_types") or []):
         made.note("sliding_window", decoder.get("sliding_window"), "not representable", "SGLang attends to everything")
-    for name in [n for n in BOOKKEEPING if n in rest]:
-        made.note(name, rest.pop(name), "left out", "says who wrote the file, not what the draft is")
     for name, value in rest.items():
         kept[name] = value
         made.note(name, value, "kept under eagle3nb", "no place in the legacy form; loaders ignore it")

@@ -41,6 +41,8 @@ class Preflight(StageParams):
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the verifier")
     cache_dir: str | None = Field(None, description="where package: and tiny: are made (None: ~/.cache/eagle3nb)")
+    config: str | None = Field(None, description="config.json to plan with where the verifier is not here yet")
+    throughput: dict[str, Any] = Field({}, description="tokens/s to plan with: decode, prefill, single, train")
     disk_reserve_gb: Annotated[Float, Field(ge=0)] = Field(1.0, description="GB that must stay free after the run")
 
 

@@ -165,12 +165,17 @@ def from_draft_config(given: str, verifier: Verifier, config: dict[str, Any], fo
         )
     if draft_config.is_legacy(found):
         found = draft_config.to_speculators(found, verifier=None, verifier_architectures=[], layers=ids).config
-        found["transformer_layer_config"].pop("dtype", None)  # weights are trained in float32
     elif "transformer_layer_config" not in found:
         return {}
     write_json(folder / "decoder.json", found["transformer_layer_config"])
     norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
     return {"draft_config": str(folder / "decoder.json")} | {key: found[key] for key in norms if key in found}
+
+
+def draft_configs(params: Train, checkpoint: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """(the given draft config or None, the checkpoint's), flat, for a look at both side by side."""
+    given = draft_config.flattened(draft_config.read(params.draft_config)) if params.draft_config else None
+    return given, draft_config.flattened(draft_config.read(checkpoint))
 
 
 def check_trainer_args(trainer_args: dict[str, Any]) -> None:

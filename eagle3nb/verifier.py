@@ -119,9 +119,14 @@ class Verifier:
     revision: str | None = None
     hub: bool = False
 
+    @property
+    def config_file(self) -> Path:
+        """Its config.json; ``path`` may be that file alone, to plan with."""
+        return self.path if self.path.is_file() else self.path / "config.json"
+
     @cached_property
     def _json(self) -> dict[str, Any]:
-        file = self.path / "config.json"
+        file = self.config_file
         if not file.is_file():
             raise Refused(f"verifier {self.name}: no config.json in {self.path}; give a checkpoint directory")
         return read_json_object(file, "a model config")
@@ -131,7 +136,7 @@ class Verifier:
         """The key of config.json that holds the text config; None where it is the top level itself."""
         found = [key for key in TEXT_SECTIONS if isinstance(self._json.get(key), dict)]
         if len(found) > 1:
-            raise Refused(f"{self.path / 'config.json'}: {' and '.join(found)} could be the text config; wanted one")
+            raise Refused(f"{self.config_file}: {' and '.join(found)} could be the text config; wanted one")
         return found[0] if found else None
 
     @property
@@ -143,7 +148,7 @@ class Verifier:
         """The text config (a transformers config object), taken out of a multimodal one where needed."""
         from transformers import AutoConfig, PreTrainedConfig
 
-        file, section = self.path / "config.json", self._text_json
+        file, section = self.config_file, self._text_json
         if not any(name in section for name in LAYER_FIELDS):
             raise Refused(
                 f"{file}: wanted the number of layers ({' or '.join(LAYER_FIELDS)}) in "
@@ -174,6 +179,11 @@ class Verifier:
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """The checkpoint's quantisation, as its config describes it."""
+        return self._json.get("quantization_config") or self._text_json.get("quantization_config")
 
     @property
     def uses_mla(self) -> bool:
@@ -308,7 +318,7 @@ class Verifier:
     def _eps_field(self) -> str:
         field = next((name for name in EPS_FIELDS if getattr(self.config, name, None) is not None), None)
         if field is None:
-            raise Refused(f"{self.path / 'config.json'}: wanted the final norm's epsilon ({' or '.join(EPS_FIELDS)})")
+            raise Refused(f"{self.config_file}: wanted the final norm's epsilon ({' or '.join(EPS_FIELDS)})")
         return field
 
     @property
