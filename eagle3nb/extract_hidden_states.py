@@ -42,7 +42,9 @@ def run(params: ExtractHiddenStates) -> dict[str, Any]:
             "seed": params.seed,
             "engine_args": {"max_num_seqs": params.max_num_seqs} | params.engine_args,
         }
-        done = child.run("eagle3nb.engine.extract_hidden_states", job, here.folder)
+        # Shards may run at once, on several nodes: each has its own log and progress.
+        folder = here.folder / f"shard-{params.shard}" if params.num_shards > 1 else here.folder
+        done = child.run("eagle3nb.engine.extract_hidden_states", job, folder)
         if not done.get("complete"):
             raise Refused(
                 f"shard {params.shard} of {params.num_shards} is complete, the store is not: run the other shards, "

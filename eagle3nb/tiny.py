@@ -105,7 +105,8 @@ def kimi(folder: Path, seed: int = 0, steps: int = 0, **changes: Any) -> Path:
         "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128,
         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
         "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "max_position_embeddings": 1024,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "norm_topk_prob": True, "max_position_embeddings": 1024,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "rms_norm_eps": 1e-5, "bos_token_id": 0,
         "eos_token_id": 1, "pad_token_id": 12, "tie_word_embeddings": False, "num_nextn_predict_layers": 0,
     } | changes  # fmt: skip

@@ -199,6 +199,34 @@ def test_given_responses_are_prefilled_shard_by_shard(prepared_run, jsonl):
         assert store.shape(i)[0] == len(row["input_ids"])
 
 
+@pytest.mark.engine
+@pytest.mark.slow
+def test_two_shards_at_once_give_the_store_of_one_run(settings):
+    extract_hidden_states.run(settings)
+    store = store_of(settings.run_dir)
+    samples = [(store.token_ids(i), store.hidden_states(i).float()) for i in range(len(store))]
+    info, data = store.info, store.dataset()[:]
+    store.folder.rename(store.folder.with_name("first"))
+    shards = [start_child(settings.model_copy(update={"shard": k, "num_shards": 2})) for k in (0, 1)]
+    try:
+        codes = [shard.wait(300) for shard in shards]
+    finally:
+        for shard in shards:
+            shard.kill()
+    assert set(codes) <= {0, 1}  # the first one to end says that the store is not complete yet
+    result = extract_hidden_states.run(settings)
+    assert result["resumed"] == len(samples)  # nothing is left to do
+    assert {key: value for key, value in store.info.items() if key != "samples_sha256"} == {
+        key: value for key, value in info.items() if key != "samples_sha256"
+    }
+    again = store.dataset()[:]
+    assert all(torch.equal(a, b) for key in data for a, b in zip(data[key], again[key], strict=True))
+    for i, (tokens, states) in enumerate(samples):
+        assert store.token_ids(i) == tokens
+        # Other requests stand beside it in a batch: sums are rounded otherwise, and no more.
+        assert (store.hidden_states(i).float() - states).norm() / states.norm() < 0.005
+
+
 @pytest.mark.parametrize("layers", [[], [3, 1], [1, 1], [-1, 2], [1, 6]])
 def test_layer_ids_that_cannot_be(verifier_dir, layers):
     fields = ExtractHiddenStates(layer_ids=layers)

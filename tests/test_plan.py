@@ -102,7 +102,7 @@ def test_the_command_prints_it_and_checks_the_disk(capsys, monkeypatch):
 
 def test_a_verifier_that_is_not_here(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(Refused, match="name its config.json as preflight.config"):
+    with pytest.raises(Refused, match=r"name its config.json as preflight.config"):
         plan.make(params.load(ROOT / "params" / "qwen3-8b.yaml", ["preflight.verifier=nobody/nothing"]), ROOT)
     with pytest.raises(Refused, match=r"preflight.config: no such file or directory ./x.json"):
         plan.make(params.load(KIMI, ["preflight.config=./x.json"]), ROOT)
