@@ -42,6 +42,10 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--verifier", metavar="NAME", help="the verifier's name in the exported config")
     export.add_argument("--anyway", action="store_true", help="also where the target ignores some of the config")
 
+    shard = commands.add_parser("shard", help="extract one part of a run's hidden states, beside others at work")
+    shard.add_argument("run", help="run directory; its data are prepared")
+    shard.add_argument("part", metavar="K/N", help="which part, from 0, of how many")
+
     made = commands.add_parser("tiny", help="make a tiny checkpoint: llama or kimi-k2.5")
     made.add_argument("name", metavar="llama|kimi-k2.5")
     made.add_argument("folder", help="new directory")
@@ -54,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.command == "run":
             return _run(args)
-        return {"report": _report, "plan": _plan, "export": _export, "tiny": _tiny}[args.command](args)
+        return {"report": _report, "plan": _plan, "export": _export, "shard": _shard, "tiny": _tiny}[args.command](args)
     except Refused as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
         return 2
@@ -105,6 +109,18 @@ def _export(args: argparse.Namespace) -> int:
     from eagle3nb import export
 
     print(export.run(args.source, args.to, args.destination, verifier=args.verifier, anyway=args.anyway))
+    return 0
+
+
+def _shard(args: argparse.Namespace) -> int:
+    from eagle3nb import extract_hidden_states
+    from eagle3nb.run import of_run_dir
+
+    k, slash, n = args.part.partition("/")
+    if not (slash and k.isdigit() and n.isdigit() and int(n)):
+        raise Refused(f"{args.part}: wanted K/N, e.g. 0/4 for the first of four parts")
+    fields = of_run_dir(args.run).extract_hidden_states
+    print(extract_hidden_states.run_shard(fields.model_copy(update={"run_dir": args.run}), int(k), int(n)))
     return 0
 
 

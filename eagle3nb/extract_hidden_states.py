@@ -15,6 +15,10 @@ from eagle3nb.samples import Store
 from eagle3nb.verifier import Verifier
 
 
+class StoreIncomplete(Refused):
+    """A shard is done, others are not."""
+
+
 def run(params: ExtractHiddenStates) -> dict[str, Any]:
     """Run the stage; returns (and writes) its ``result.json``."""
     child.refuse_if_no_module("vllm")
@@ -46,7 +50,7 @@ def run(params: ExtractHiddenStates) -> dict[str, Any]:
         folder = here.folder / f"shard-{params.shard}" if params.num_shards > 1 else here.folder
         done = child.run("eagle3nb.engine.extract_hidden_states", job, folder)
         if not done.get("complete"):
-            raise Refused(
+            raise StoreIncomplete(
                 f"shard {params.shard} of {params.num_shards} is complete, the store is not: run the other shards, "
                 "then this stage again"
             )
@@ -58,6 +62,16 @@ def run(params: ExtractHiddenStates) -> dict[str, Any]:
             store_tokens=store.info["tokens"],
             store_bytes=folder_bytes(store.folder),
         )
+
+
+def run_shard(params: ExtractHiddenStates, shard: int, num_shards: int) -> str:
+    """Extract one part of the rows; parts may be extracted at once, on several nodes. Returns what to do next."""
+    params = params.model_copy(update={"shard": shard, "num_shards": num_shards})
+    try:
+        run(params)
+    except StoreIncomplete as error:
+        return str(error)
+    return f"the store is complete: eagle3nb run --run-dir {params.run_dir}"
 
 
 def layer_ids(params: ExtractHiddenStates, verifier: Verifier) -> list[int]:

@@ -83,7 +83,11 @@ def write(run_dir: Path | str) -> Path:
             params={
                 name: {k: json.dumps(v) for k, v in params.get(name, {}).items() if k != "run_dir"} for name in STAGES
             },
-            made_with=[*preflight.get("versions", {}).items(), *preflight.get("machine", {}).items()],
+            made_with=[
+                *preflight.get("versions", {}).items(),
+                *preflight.get("machine", {}).items(),
+                *((key, preflight["verifier"][key]) for key in ("name", "trust_remote_code") if preflight),
+            ],
         )
     )
     target = run_dir / "report.html"

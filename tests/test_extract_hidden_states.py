@@ -12,8 +12,8 @@ import torch
 
 from eagle3nb import child, extract_hidden_states, stage, verifier
 from eagle3nb.errors import Refused
-from eagle3nb.files import read_json, read_jsonl, sha256_file
-from eagle3nb.params import ExtractHiddenStates
+from eagle3nb.files import read_json, read_jsonl, sha256_file, write_json
+from eagle3nb.params import ExtractHiddenStates, Params
 from eagle3nb.samples import Store
 
 
@@ -26,13 +26,18 @@ def reference(path: Path, ids: list[int]) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return layer_states(model, model.model, ids)
+
+
+def layer_states(model: torch.nn.Module, text: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    """The states of ``model`` at the layers of its text part, as `reference` gives them."""
     seen: dict[int, torch.Tensor] = {}
-    for k, layer in enumerate(model.model.layers):
+    for k, layer in enumerate(text.layers):
         layer.register_forward_pre_hook(
             lambda _, args, kwargs, k=k: seen.__setitem__(k, (args[0] if args else kwargs["hidden_states"])[0]),
             with_kwargs=True,
         )
-    model.model.norm.register_forward_pre_hook(lambda _, args: seen.__setitem__(len(model.model.layers), args[0][0]))
+    text.norm.register_forward_pre_hook(lambda _, args: seen.__setitem__(len(text.layers), args[0][0]))
     with torch.no_grad():
         model(torch.tensor([ids]))
     return torch.stack([seen[k] for k in sorted(seen)], dim=1)
@@ -207,13 +212,16 @@ def test_two_shards_at_once_give_the_store_of_one_run(settings):
     samples = [(store.token_ids(i), store.hidden_states(i).float()) for i in range(len(store))]
     info, data = store.info, store.dataset()[:]
     store.folder.rename(store.folder.with_name("first"))
-    shards = [start_child(settings.model_copy(update={"shard": k, "num_shards": 2})) for k in (0, 1)]
+    write_json(Path(settings.run_dir) / "params.json", Params(name="x", extract_hidden_states=settings).model_dump())
+    command = [sys.executable, "-m", "eagle3nb", "shard", settings.run_dir]
+    shards = [subprocess.Popen([*command, f"{k}/2"], stdout=subprocess.PIPE, text=True) for k in (0, 1)]
     try:
-        codes = [shard.wait(300) for shard in shards]
+        said = [shard.communicate(timeout=300)[0].strip().splitlines()[-1] for shard in shards]
     finally:
         for shard in shards:
             shard.kill()
-    assert set(codes) <= {0, 1}  # the first one to end says that the store is not complete yet
+    assert [shard.returncode for shard in shards] == [0, 0]
+    assert any(line.startswith("the store is complete") for line in said)
     result = extract_hidden_states.run(settings)
     assert result["resumed"] == len(samples)  # nothing is left to do
     assert {key: value for key, value in store.info.items() if key != "samples_sha256"} == {
