@@ -16,6 +16,7 @@ def test_the_report_has_the_figures_and_no_request_leaves_it(finished_run):
     headline = read_json(finished_run / "run.json")["headline"]
     assert f"{headline['acceptance_length']:.2f}" in page
     assert f"{headline['speedup']:.2f}" in page
+    assert "<td>trust_remote_code</td><td>False</td>" in page
     links = [match.group(1) for match in OUTSIDE.finditer(page)]
     assert links  # to the stages' pages, beside it
     for link in links:
