@@ -194,7 +194,10 @@ def lines(plan: dict[str, Any]) -> list[str]:
             f"{name:<24}{'' if tokens is None else f'{tokens:,}':>14}{disk:>12,.2f}{memory:>12,.2f}{seconds:>10}"
         )
     out += ["", *(f"{name:<9}{value:>12,.0f} tokens/s  {origin}" for name, value, origin in rate_rows(plan))]
-    out.append(f"disk: {plan['disk_gb']:,.1f} GB of {plan['disk_free_gb']:,.1f} GB free")
+    out.append(
+        f"disk: {plan['disk_gb']:,.1f} GB of {plan['disk_free_gb']:,.1f} GB free in {plan['disk_of']} "
+        "(the verifier's own files not counted)"
+    )
     return out
 
 
