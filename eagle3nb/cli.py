@@ -1,4 +1,4 @@
-"""The command ``eagle3nb``: run the stages, check artefacts, write reports.
+"""The command ``eagle3nb``: run stages, check and import artefacts, write reports, plan, export drafts.
 
 Exit codes: 0 done, 1 a stage or a check failed, 2 refused, 130 stopped.
 """
@@ -57,6 +57,25 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--out", metavar="FILE", help="where the comparison goes (default: compare.html beside the first)"
     )
+
+    plan = commands.add_parser("plan", help="tokens, disk, memory and time of a run, before anything starts")
+    plan.add_argument("params", help="params file")
+    plan.add_argument("-p", dest="overrides", action="append", default=[], metavar="SECTION.FIELD=VALUE")
+
+    export = commands.add_parser("export", help="write a draft checkpoint in the naming of vLLM or SGLang")
+    export.add_argument("source", help="run directory, or a draft checkpoint of either naming")
+    export.add_argument("destination", help="new directory")
+    export.add_argument("--to", required=True, metavar="vllm|sglang", help="who will serve it")
+    export.add_argument("--verifier", metavar="NAME", help="the verifier's name in the exported config")
+    export.add_argument("--anyway", action="store_true", help="also where the target ignores some of the config")
+
+    shard = commands.add_parser("shard", help="extract one part of a run's hidden states, beside others at work")
+    shard.add_argument("run", help="run directory; its data are prepared")
+    shard.add_argument("part", metavar="K/N", help="which part, from 0, of how many")
+
+    made = commands.add_parser("tiny", help="make a tiny checkpoint: llama or kimi-k2.5")
+    made.add_argument("name", metavar="llama|kimi-k2.5")
+    made.add_argument("folder", help="new directory")
     return top
 
 
@@ -66,11 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.command == "run":
             return _run(args)
-        if args.command == "check":
-            return _check(args)
-        if args.command == "import":
-            return _import(args)
-        return _report(args)
+        commands = {
+            "check": _check, "import": _import, "report": _report, "plan": _plan, "export": _export, "shard": _shard,
+            "tiny": _tiny,
+        }  # fmt: skip
+        return commands[args.command](args)
     except Refused as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
         return 2
@@ -146,6 +165,41 @@ def _report(args: argparse.Namespace) -> int:
         written = report.write(folders[0])
         report.refresh(folders[0].resolve().parent)
     print(shown(written))
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from eagle3nb import params, plan
+
+    planned = plan.make(params.load(args.params, args.overrides), Path.cwd())
+    print("\n".join(plan.lines(planned)))
+    plan.check_disk(planned)
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from eagle3nb import export
+
+    print(export.run(args.source, args.to, args.destination, verifier=args.verifier, anyway=args.anyway))
+    return 0
+
+
+def _shard(args: argparse.Namespace) -> int:
+    from eagle3nb import extract_hidden_states
+    from eagle3nb.run import of_run_dir
+
+    k, slash, n = args.part.partition("/")
+    if not (slash and k.isdigit() and n.isdigit() and int(n)):
+        raise Refused(f"{args.part}: wanted K/N, e.g. 0/4 for the first of four parts")
+    fields = of_run_dir(args.run).extract_hidden_states
+    print(extract_hidden_states.run_shard(fields.model_copy(update={"run_dir": args.run}), int(k), int(n)))
+    return 0
+
+
+def _tiny(args: argparse.Namespace) -> int:
+    from eagle3nb import tiny
+
+    print(tiny.make(args.name, Path(args.folder)))
     return 0
 
 

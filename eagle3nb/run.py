@@ -93,6 +93,11 @@ def shown(path: Path) -> str:
 def _params(params_file: str | None, overrides: list[str], run_dir: str | None) -> Params:
     if params_file:
         return load(params_file, overrides)
+    return of_run_dir(run_dir, overrides)
+
+
+def of_run_dir(run_dir: str | None, overrides: list[str] = ()) -> Params:
+    """The parameters that a run directory was begun with."""
     found = read_json(Path(run_dir) / "params.json") if run_dir else None
     if found is None:
         raise Refused("give a params file, or --run-dir of a run to go on with")

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import papermill
 import pytest
-import tiny
 from conftest import ROOT
 
-from eagle3nb import evaluate, explore_draft, explore_hidden_states, explore_vocab_mapping, stage
+from eagle3nb import evaluate, explore_draft, explore_hidden_states, explore_vocab_mapping, stage, tiny
 from eagle3nb.errors import Refused
 from eagle3nb.samples import Store
 
