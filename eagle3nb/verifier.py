@@ -246,7 +246,7 @@ class Verifier:
         yield "tokens of the tokenizer", "tokenizer", len(self.tokenizer)
         yield "padding", "embedding rows without a token", rows - len(self.tokenizer)
         formula = "x · (1 + w)" if self.config.model_type in GEMMA_STYLE_NORM else "x · w"
-        yield "final norm", f"{at}.{self._eps_field}", f"RMS, {formula}, eps {self._eps:g}"
+        yield "final norm", f"{at}.{self._eps_field}", f"RMS, {formula}, eps {self.norm_eps:g}"
         yield "rope", f"{at}", getattr(self.config, "rope_parameters", None)
         yield "attention", at, "MLA" if self.uses_mla else "ordinary"
         for role in ROLES:
@@ -322,7 +322,7 @@ class Verifier:
         return field
 
     @property
-    def _eps(self) -> float:
+    def norm_eps(self) -> float:
         return getattr(self.config, self._eps_field)
 
     def is_untrained(self) -> bool:
@@ -338,4 +338,4 @@ class Verifier:
         if self.config.model_type in GEMMA_STYLE_NORM:
             weight = 1 + weight
         hidden = hidden.float()
-        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self._eps) * weight
+        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.norm_eps) * weight
