@@ -15,7 +15,7 @@ from pydantic import Field
 from eagle3nb import child, draft, prepare_data, stage
 from eagle3nb.errors import Refused
 from eagle3nb.files import read_json
-from eagle3nb.params import Count, Int, PrepareData, StageParams
+from eagle3nb.params import Count, Int, NotebookParams, PrepareData
 
 WHY = {
     "first": "no draft yet",
@@ -26,7 +26,7 @@ WHY = {
 }
 
 
-class ExploreDraft(StageParams):
+class ExploreDraft(NotebookParams):
     """Parameters of the notebook."""
 
     checkpoint: str | None = Field(None, description="draft checkpoint (None: the best one of the train stage)")

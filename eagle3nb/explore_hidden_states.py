@@ -13,7 +13,7 @@ from pydantic import Field
 
 from eagle3nb import stage, verifier
 from eagle3nb.errors import Refused
-from eagle3nb.params import Count, Int, StageParams
+from eagle3nb.params import Count, Int, NotebookParams
 from eagle3nb.samples import Store
 
 VOCABULARY_PART = 4096  # rows of the lm_head multiplied at once
@@ -21,7 +21,7 @@ VOCABULARY_PART = 4096  # rows of the lm_head multiplied at once
 Place = Annotated[Int, Field(ge=0)]
 
 
-class ExploreHiddenStates(StageParams):
+class ExploreHiddenStates(NotebookParams):
     """Parameters of the notebook."""
 
     store: str | None = Field(None, description="sample store to look at (None: the run's)")

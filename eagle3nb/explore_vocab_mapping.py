@@ -16,12 +16,12 @@ from pydantic import Field
 from eagle3nb import build_vocab_mapping, prepare_data, stage
 from eagle3nb.errors import Refused
 from eagle3nb.files import read_json
-from eagle3nb.params import Count, StageParams
+from eagle3nb.params import Count, NotebookParams
 from eagle3nb.samples import Store
 from eagle3nb.verifier import Verifier
 
 
-class ExploreVocabMapping(StageParams):
+class ExploreVocabMapping(NotebookParams):
     """Parameters of the notebook."""
 
     sizes: list[Count] = Field([512, 1024, 2048, 4096, 8192, 16384, 32000], description="draft vocabulary sizes to try")

@@ -29,12 +29,17 @@ Count = Annotated[Int, Field(ge=1)]
 Share = Annotated[Float, Field(gt=0, lt=1)]
 
 
-class StageParams(BaseModel):
-    """Fields of one stage. ``run_dir`` is filled in by the runner; by hand it says which run to work in."""
+class NotebookParams(BaseModel):
+    """What every notebook has: the run it works in."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
     run_dir: str = Field("runs/by-hand", description="run directory; earlier stages are read from it")
+
+
+class StageParams(NotebookParams):
+    """Fields of one stage. ``run_dir`` is filled in by the runner; by hand it says which run to work in."""
+
     allow: list[str] = Field([], description="ids of checks that may fail without stopping the run")
 
 
@@ -237,7 +242,7 @@ def _explain(model: type[BaseModel], error: dict[str, Any]) -> str:
     return f"{key} = {found[:80]}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
-def from_notebook(stage: str | type[StageParams], namespace: dict[str, Any]) -> Any:
+def from_notebook(stage: str | type[NotebookParams], namespace: dict[str, Any]) -> Any:
     """The parameters of a notebook's cell as the stage's model: call with ``globals()`` in the next cell.
 
     A notebook that is no stage gives its model itself. JupyterLab starts a kernel in the notebook's folder; paths in

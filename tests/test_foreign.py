@@ -303,3 +303,56 @@ def test_ids_are_kept_by_the_imported_store(finished_run, verifier, tmp_path):
     store = foreign.import_samples(foreign.source(tmp_path), tmp_path / "store", verifier)
     file = load_file(store.sample_path(3))
     assert file["token_ids"].tolist() == store.dataset()[3]["input_ids"].tolist()
+
+
+# ---- the notebook ----------------------------------------------------------------------------------------------
+
+
+def older_artefacts(run: Path, folder: Path) -> Path:
+    """A directory as an older pipeline left it: v1 samples, a legacy draft config, d2t of ids."""
+    (folder / "samples").mkdir(parents=True)
+    v1(run, folder / "samples")
+    t2d, d2t = pair(stage.folder(run, "build_vocab_mapping"))
+    torch.save(t2d, folder / "t2d.pt")
+    torch.save(t2d.nonzero().flatten(), folder / "d2t.pt")
+    (folder / "draft_config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 128, "vocab_size": 1024,
+        "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 64, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "draft_vocab_size": len(d2t), "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3], "use_aux_hidden_state": True},
+    }))  # fmt: skip
+    return folder
+
+
+def test_older_artefacts_are_found_and_judged(finished_run, verifier, tmp_path):
+    from eagle3nb import explore_foreign as explore
+
+    settings = explore.ExploreForeign(
+        path=str(older_artefacts(finished_run, tmp_path / "old")), verifier=str(verifier.path)
+    )
+    found = explore.look(settings)
+    assert dict(found.rows())["samples"] == "8 of speculators-0.3-v1"
+    assert explore.convention(found, settings)["columns are the inputs of layers"] == [1, 3, 4]
+    fields = {row[0]: row[1:] for row in explore.assumed(found, settings)}
+    assert fields["norm_before_residual"][:3] == ("absent", False, True)
+    assert fields["rms_norm_eps"][0] == 1e-5
+    bad = {e["id"] for e in explore.verdicts(found, settings) if e["verdict"] == "fail"}
+    assert bad == {"vocab.offsets", "draft.rms_eps", "draft.layers_of_store"}
+
+
+@pytest.mark.engine
+def test_the_notebook_runs_by_papermill(finished_run, verifier, tmp_path, monkeypatch):
+    import papermill
+    from conftest import ROOT
+
+    monkeypatch.undo()
+    old = older_artefacts(finished_run, tmp_path / "old")
+    out = papermill.execute_notebook(
+        str(ROOT / "notebooks" / "explore_foreign.ipynb"), str(tmp_path / "out.ipynb"), cwd=str(ROOT),
+        parameters={"path": str(old), "verifier": str(verifier.path)}, progress_bar=False,
+    )  # fmt: skip
+    cells = [cell for cell in out.cells if cell.cell_type == "code"]
+    assert all(o.output_type != "error" for cell in cells for o in cell.outputs)
+    assert sum(bool(cell.outputs) for cell in cells) == len(cells) - 3  # the given and the injected parameters, imports
+    assert "not their offsets" in str(cells[-1].outputs)
