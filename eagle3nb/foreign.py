@@ -39,6 +39,7 @@ from eagle3nb.files import sha256_json
 from eagle3nb.samples import Declaration, Store
 from eagle3nb.verifier import Verifier
 
+COLUMNS = 4  # of an ordinary EAGLE-3 sample
 PROBES = 4  # samples that the conventions are measured on
 
 
@@ -146,6 +147,10 @@ class Source:
     def __len__(self) -> int:
         return self.store.count if self.store else len(self.paths)
 
+    def name(self, i: int) -> Path:
+        """The file of sample i."""
+        return self.store.path(i) if self.store else self.paths[i]
+
     def sample(self, i: int, hidden: int) -> Sample:
         """Sample i."""
         if self.store is None:
@@ -202,6 +207,14 @@ def measure(src: Source, verifier: Verifier, given: list[int] | None = None) -> 
     Raises `Refused`, naming what it needs, where that cannot be known.
     """
     chosen = sorted({k * len(src) // PROBES for k in range(PROBES)})
+    columns = len(src.sample(0, verifier.hidden_size).columns)
+    if columns != COLUMNS and given is None:
+        raise Refused(
+            f"{src.name(0)}: {columns} layers; wanted {COLUMNS} (three auxiliary ones and the last state): capture "
+            "again, or say with --layer-ids which auxiliary layers they are"
+        )
+    if given is not None and columns != len(given) + 1:
+        raise Refused(f"{src.name(0)}: {columns} layers; --layer-ids {given} and the last state are {len(given) + 1}")
     with tempfile.TemporaryDirectory(prefix="eagle3nb-import-") as place:
         folder = Path(place) / "hidden_states"
         folder.mkdir()
@@ -291,6 +304,9 @@ def import_samples(
     done, rows = store.written(), []
     for i in range(len(src)):
         sample = src.sample(i, verifier.hidden_size)
+        if len(sample.columns) != len(convention.layer_ids):
+            found, wanted = len(sample.columns), len(convention.layer_ids)
+            raise Refused(f"{src.name(i)}: {found} layers; wanted {wanted} like the first sample")
         mask = _mask(sample, masks, i, src)
         rows.append({"input_ids": sample.ids.tolist(), "loss_mask": mask, "seq_len": len(mask)})
         if i in done:

@@ -203,8 +203,26 @@ def test_states_without_the_last_one(finished_run, verifier, tmp_path):
     for path in tmp_path.iterdir():
         value = torch.load(path)
         torch.save(value | {"hidden_states": value["hidden_states"][:3]}, path)
-    with pytest.raises(Refused, match="the last state is missing"):
+    with pytest.raises(Refused, match=r"data_0.pt: 3 layers; wanted 4"):
         foreign.measure(foreign.source(tmp_path), verifier)
+    with pytest.raises(Refused, match="the last state is missing"):
+        foreign.measure(foreign.source(tmp_path), verifier, [1, 3])
+
+
+def test_samples_of_four_auxiliary_layers_are_taken_when_named(finished_run, verifier, tmp_path):
+    v1(finished_run, tmp_path)
+    for path in tmp_path.iterdir():
+        value = torch.load(path)
+        more = faults.layers(finished_run, value["input_ids"])[5].to(torch.bfloat16)
+        states = value["hidden_states"]
+        torch.save(value | {"hidden_states": [*states[:3], more, states[3]]}, path)
+    with pytest.raises(Refused, match="5 layers; wanted 4"):
+        foreign.measure(foreign.source(tmp_path), verifier)
+    assert foreign.measure(foreign.source(tmp_path), verifier, [1, 3, 4, 5]).layer_ids == [1, 3, 4, 5, 6]
+    value = torch.load(tmp_path / "data_3.pt")
+    torch.save(value | {"hidden_states": value["hidden_states"][1:]}, tmp_path / "data_3.pt")
+    with pytest.raises(Refused, match="data_3.pt: 4 layers; wanted 5"):
+        foreign.import_samples(foreign.source(tmp_path), tmp_path / "store", verifier, layer_ids=[1, 3, 4, 5])
 
 
 def test_two_formats_in_one_directory(finished_run, tmp_path):
