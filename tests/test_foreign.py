@@ -221,7 +221,7 @@ def test_samples_of_four_auxiliary_layers_are_taken_when_named(finished_run, ver
     assert foreign.measure(foreign.source(tmp_path), verifier, [1, 3, 4, 5]).layer_ids == [1, 3, 4, 5, 6]
     value = torch.load(tmp_path / "data_3.pt")
     torch.save(value | {"hidden_states": value["hidden_states"][1:]}, tmp_path / "data_3.pt")
-    with pytest.raises(Refused, match="data_3.pt: 4 layers; wanted 5"):
+    with pytest.raises(Refused, match=r"data_3.pt: 4 layers; wanted 5"):
         foreign.import_samples(foreign.source(tmp_path), tmp_path / "store", verifier, layer_ids=[1, 3, 4, 5])
 
 
