@@ -11,6 +11,9 @@ BRIDGE = "build_vocab_mapping"
 # the rest. Measured: SmolLM2 0.83 at 2048 draft tokens, 0.88 at 4096, 0.92 at 8192; tiny Llama 0.93 at 512 of 1024. A
 # mapping of other data or of the lowest ids: below 0.5.
 COVERS, HARDLY = 0.75, 0.6
+# Share of the draft tokens that were never seen. Measured: SmolLM2 at 4096 none, at 8192 0.21 (no better draft); tiny
+# Llama 0.03. Below a tenth they cost less time than one run differs from the next.
+FILLER = 0.1
 
 
 @check(
@@ -171,7 +174,8 @@ def filler(a: Artefacts) -> Finding:
         return Finding(
             "fail", f"{observed}, though {could:,} different tokens were: it was built from other counts", expected
         )
-    return Finding("warn", f"{observed}: only {could:,} different tokens were", expected)
+    verdict = "warn" if len(empty) > FILLER * len(chosen) else "pass"
+    return Finding(verdict, f"{observed}: only {could:,} different tokens were", f"at most {FILLER:.0%}")
 
 
 @check(
