@@ -10,10 +10,10 @@ SETUP := $(PYTHON) setup/install.py
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run smoke test lab lock clean
+.PHONY: help setup run smoke test test-long lab docs lock clean
 
 help:  ## This list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 setup:  ## Install everything (again: returns at once). FLAVOUR=cpu or gpu overrides what it sees
 	@$(SETUP)
@@ -28,8 +28,14 @@ test: setup  ## Lint and tests
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m pytest $(ARGS)
 
+test-long: setup  ## Ten healthy small runs, each checked (about 15 minutes)
+	$(BIN)/python -m pytest -m long $(ARGS)
+
 lab: setup  ## Open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks $(ARGS)
+
+docs: setup  ## Write docs/checks.md anew from the checks
+	$(BIN)/python -m eagle3nb.bridges.docs > docs/checks.md
 
 lock:  ## Write setup/lock-*.txt anew from environment.yml (ARGS=--upgrade takes the newest versions)
 	$(PYTHON) setup/relock.py $(ARGS)

@@ -29,6 +29,18 @@ class ChildFailed(RuntimeError):
         super().__init__(message)
         self.tail = tail
 
+    def _render_traceback_(self) -> list[str]:
+        """What Jupyter shows in place of a traceback: the end of the child's log, then the cause."""
+        return [self.tail, f"ChildFailed: {self}"]
+
+
+class Stopped(KeyboardInterrupt):
+    """The user stopped a child; the message says how to go on."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What Jupyter shows in place of a traceback."""
+        return [f"Stopped: {self}"]
+
 
 def run(
     module: str,
@@ -37,13 +49,15 @@ def run(
     *,
     launcher: list[str] | None = None,
     on_poll: Callable[[], None] | None = None,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Run ``python -m MODULE folder/job.json`` to its end and return its ``done.json``.
 
-    ``launcher`` replaces ``python`` (torchrun); ``on_poll`` is called about twice a second (live curves).
+    ``launcher`` replaces ``python`` (torchrun); ``on_poll`` is called about twice a second (live curves);
+    ``quiet`` draws no progress line.
     Output goes to ``folder/log.txt``; ``folder/child.json`` gets seconds, peak memory (MiB, summed over the child's
-    processes), exit code and signal. Raises `ChildFailed` with the cause in one line, or KeyboardInterrupt after the
-    child has been stopped.
+    processes), exit code and signal. Raises `ChildFailed` with the cause in one line, or `Stopped` after an interrupt,
+    when the child has ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in ("done.json", "progress.json", "child.json"):
@@ -52,7 +66,7 @@ def run(
     log = folder / "log.txt"
     command = [*(launcher or [sys.executable]), "-m", module, str(folder / "job.json")]
     started, peak = time.time(), 0.0
-    line = ProgressLine(folder / "progress.json")
+    line = None if quiet else ProgressLine(folder / "progress.json")
     with open(log, "a") as output:
         output.write(f"\n==== {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC  {module}\n")
         output.flush()
@@ -63,14 +77,15 @@ def run(
     try:
         while process.poll() is None:
             peak = max(peak, _memory_mib(process.pid))
-            line.draw()
+            if line:
+                line.draw()
             if on_poll:
                 on_poll()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.5)
     except KeyboardInterrupt:
         _stop(process)
-        raise KeyboardInterrupt(f"{module} stopped; what is complete is kept: run the stage again to go on") from None
+        raise Stopped(f"{module} was interrupted; what is complete is kept: run this again to go on") from None
     finally:
         if process.poll() is None:
             _stop(process)
@@ -79,7 +94,8 @@ def run(
         if code and code < 0:
             record["signal"] = signal.Signals(-code).name
         write_json(folder / "child.json", record)
-        line.close()
+        if line:
+            line.close()
     done = read_json(folder / "done.json")
     if code or done is None:
         raise ChildFailed(_cause(module, log, record), tail(log))
@@ -193,6 +209,8 @@ def describe(state: dict[str, Any], seconds: float) -> str:
         parts.append(f"{state['tokens']:,} tokens")
     if state.get("tokens_per_s"):
         parts.append(f"{state['tokens_per_s']:.0f} tokens/s")
+    elif done and state.get("seconds"):
+        parts.append(f"{done / state['seconds']:.3g} {state.get('unit', 'samples')}/s")
     parts += [f"{name} {value:.4g}" for name, value in state.get("figures", {}).items()]
     parts.append(f"{duration(seconds)} so far")
     if done and total and done < total and state.get("seconds"):

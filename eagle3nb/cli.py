@@ -1,6 +1,6 @@
-"""The command ``eagle3nb``: run the stages, write reports, plan, export drafts, make tiny checkpoints.
+"""The command ``eagle3nb``: run stages, check and import artefacts, write reports, plan, export drafts.
 
-Exit codes: 0 done, 1 a stage failed, 2 refused, 130 stopped.
+Exit codes: 0 done, 1 a stage or a check failed, 2 refused, 130 stopped.
 """
 
 import argparse
@@ -28,8 +28,35 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--from", dest="first", metavar="STAGE", help="first stage to run")
     run.add_argument("--until", dest="last", metavar="STAGE", help="last stage to run")
 
-    report = commands.add_parser("report", help="write report.html of a run anew")
-    report.add_argument("run", help="run directory")
+    check = commands.add_parser(
+        "check", help="check a run, store, sample, vocabulary mapping or draft, whoever made it"
+    )
+    check.add_argument("path", help="what to check; it is worked out what it is")
+    check.add_argument("--verifier", metavar="V", help="hub id, directory or package:NAME (a run knows its own)")
+    check.add_argument("--against", metavar="PATH", help="checkpoint, store, config or run to compare with")
+    check.add_argument("--deep", action="store_true", help="read every byte: checksums, NaN and Inf")
+    check.add_argument("--json", action="store_true", help="print the entries of checks.json instead of a table")
+    check.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the verifier")
+
+    take = commands.add_parser(
+        "import", help="turn samples or a vocabulary mapping of other tools into this one's form"
+    )
+    take.add_argument("source", help="directory of samples, a mapping (t2d/d2t), a list of ids or token counts")
+    take.add_argument("dest", help="where the store or the mapping is written")
+    take.add_argument("--verifier", metavar="V", required=True, help="hub id, directory or package:NAME")
+    take.add_argument("--from", dest="form", metavar="FORMAT", help="format of the samples (found out where left out)")
+    take.add_argument("--layer-ids", help="inputs of layers, e.g. 2,30,58 (measured where the verifier fits in memory)")
+    take.add_argument(
+        "--conversations", metavar="FILE", help="what the samples were made from, for a missing loss mask"
+    )
+    take.add_argument("--draft-vocab-size", type=int, metavar="N", help="tokens to choose from token counts")
+    take.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the verifier")
+
+    report = commands.add_parser("report", help="write report.html of a run anew, or compare several runs in one page")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run directory; with more than one they are compared")
+    report.add_argument(
+        "--out", metavar="FILE", help="where the comparison goes (default: compare.html beside the first)"
+    )
 
     plan = commands.add_parser("plan", help="tokens, disk, memory and time of a run, before anything starts")
     plan.add_argument("params", help="params file")
@@ -58,19 +85,24 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.command == "run":
             return _run(args)
-        return {"report": _report, "plan": _plan, "export": _export, "shard": _shard, "tiny": _tiny}[args.command](args)
+        commands = {
+            "check": _check, "import": _import, "report": _report, "plan": _plan, "export": _export, "shard": _shard,
+            "tiny": _tiny,
+        }  # fmt: skip
+        return commands[args.command](args)
     except Refused as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("eagle3nb: stopped; what is complete is kept, run the same directory again to go on", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        how = f": {stopped}" if str(stopped) else ""
+        line = f"eagle3nb: stopped; what is complete is kept, run the same directory again to go on{how}"
+        print(line, file=sys.stderr)
         return 130
 
 
 def _run(args: argparse.Namespace) -> int:
     from eagle3nb import report
     from eagle3nb import run as runner
-    from eagle3nb.files import read_json
 
     try:
         folder = runner.run(
@@ -80,11 +112,43 @@ def _run(args: argparse.Namespace) -> int:
     except runner.StageFailed as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
         return 1
-    record = read_json(folder / "run.json")
-    verdict, sentence = report.judge(record)
+    record, verdict, sentence = report.summary(folder)
     print(f"\n{verdict}: {sentence}")
     print("\n".join(report.headline_lines(record)))
     print(f"report: {runner.shown(folder / 'report.html')}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    import json
+
+    from eagle3nb import bridges, show, verifier
+
+    given = verifier.resolve(args.verifier, trust_remote_code=args.trust_remote_code) if args.verifier else None
+    artefacts, entries = bridges.check_path(args.path, given, args.against, args.deep)
+    if args.json:
+        print(json.dumps(entries, indent=2, ensure_ascii=False))
+    else:
+        print(f"{args.path}: {artefacts.kind}\n{show.checks_text(entries)}")
+    return 1 if bridges.failures(entries) else 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from eagle3nb import foreign, verifier
+
+    found = verifier.resolve(args.verifier, trust_remote_code=args.trust_remote_code)
+    source, dest = Path(args.source), Path(args.dest)
+    if not source.exists():
+        raise Refused(f"{source}: no such file or directory")
+    if foreign.looks_like_vocabulary(source):
+        print(f"{foreign.import_vocabulary(source, dest, found, args.draft_vocab_size)}\nwritten to {dest}")
+        return 0
+    try:
+        layers = [int(k) for k in args.layer_ids.split(",")] if args.layer_ids else None
+    except ValueError:
+        raise Refused(f"--layer-ids {args.layer_ids}: wanted numbers with commas, e.g. 2,30,58") from None
+    foreign.import_samples(foreign.source(source, args.form), dest, found, layer_ids=layers, talks=args.conversations)
+    print(f"written to {dest}; next: eagle3nb check {dest} --verifier {args.verifier}")
     return 0
 
 
@@ -92,7 +156,15 @@ def _report(args: argparse.Namespace) -> int:
     from eagle3nb import report
     from eagle3nb.run import shown
 
-    print(shown(report.write(Path(args.run))))
+    folders = [Path(run) for run in args.runs]
+    if len(folders) > 1:
+        written = report.compare(folders, Path(args.out) if args.out else None)
+    elif args.out:
+        raise Refused("--out is for the comparison of several runs; the report of one run lies in its directory")
+    else:
+        written = report.write(folders[0])
+        report.refresh(folders[0].resolve().parent)
+    print(shown(written))
     return 0
 
 

@@ -13,18 +13,22 @@ from eagle3nb.errors import Refused
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
+def local_path(source: str) -> Path:
+    """Where a source lies if it is a local one (that it exists is not said); ``Refused`` for an unknown built-in."""
+    if not source.startswith("builtin:"):
+        return Path(source).expanduser()
+    file = Path(__file__).parent / "data" / f"{source.removeprefix('builtin:')}.jsonl"
+    if not file.is_file():
+        known = ", ".join(f"builtin:{f.stem}" for f in sorted(file.parent.glob("*.jsonl")))
+        raise Refused(f"source {source}: unknown; known: {known}")
+    return file
+
+
 def read_source(source: str) -> Iterator[dict[str, Any]]:
     """The records of a source: ``builtin:NAME``, a JSONL/JSON/parquet file, a directory, or a hub id[@split]."""
     import datasets
 
-    if source.startswith("builtin:"):
-        file = Path(__file__).parent / "data" / f"{source.removeprefix('builtin:')}.jsonl"
-        if not file.is_file():
-            known = ", ".join(f"builtin:{f.stem}" for f in sorted(file.parent.glob("*.jsonl")))
-            raise Refused(f"source {source}: unknown; known: {known}")
-        path = file
-    else:
-        path = Path(source).expanduser()
+    path = local_path(source)
     kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
     try:
         if path.is_file():

@@ -8,12 +8,17 @@ Acceptance length = tokens per verifier step = 1 + accepted draft tokens / draft
 """
 
 from collections import defaultdict
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from eagle3nb import child, draft, stage
+import torch
+
+from eagle3nb import child, draft, show, stage
 from eagle3nb.files import read_json, write_json
 from eagle3nb.params import Evaluate
+
+RECORDED_PROMPTS = 5  # prompts for which the draft's proposals are kept, each of another kind where there are so many
 
 
 def run(params: Evaluate) -> dict[str, Any]:
@@ -29,15 +34,18 @@ def run(params: Evaluate) -> dict[str, Any]:
         numbers = numbers if isinstance(numbers, list) else [numbers]
         measured = _measure(params, rows, [0, *numbers], str(checkpoint), here.folder)
         base, drafts = measured[0], {k: measured[k] for k in numbers}
+        tokenizer = stage.verifier(params.run_dir).tokenizer
         figures = {k: _compare(base, drafts[k], rows) for k in numbers}
         best = max(figures, key=lambda k: figures[k]["speedup"])
-        write_json(here.folder / "responses.json", _responses(rows, base, drafts))
+        write_json(here.folder / "responses.json", _responses(rows, base, drafts, tokenizer))
         return here.finish(
             **{key: value for key, value in figures[best].items()},
             num_speculative_tokens=best,
             prompts=len(rows),
+            speed_prompts=min(len(rows), params.speed_prompts),
             by_num_speculative_tokens=figures,
             predicted_acceptance_by_position=_predicted(params),
+            draft_vocab_coverage=_coverage(checkpoint, [r["tokens"] for r in base["quality"]["responses"]]),
             checkpoint=params.checkpoint or str(checkpoint.relative_to(here.folder.parent)),
             concurrency=params.concurrency,
             dtype=base["turns"][0]["dtype"],
@@ -49,6 +57,15 @@ def _predicted(params: Evaluate) -> list[float] | None:
     if params.checkpoint:
         return None
     return stage.result(params.run_dir, "train")["predicted_acceptance_by_position"]
+
+
+def _coverage(checkpoint: Path, responses: list[list[int]]) -> float:
+    """Share of the responses' tokens that the draft can propose; 1.0 without a d2t (the whole vocabulary)."""
+    offsets = draft.tensors(checkpoint).get("d2t")
+    tokens = torch.tensor([token for response in responses for token in response])
+    if offsets is None or not len(tokens):
+        return 1.0
+    return float(torch.isin(tokens, torch.arange(len(offsets)) + offsets).float().mean())
 
 
 def _measure(
@@ -73,6 +90,7 @@ def _measure(
                 "max_new_tokens": params.max_new_tokens,
                 "max_model_len": max(map(len, prompts)) + params.max_new_tokens + number + 1,
                 "measure_quality": turn == 0,
+                "record": recorded(rows) if turn == 0 else [],
                 "concurrency": params.concurrency,
                 "max_num_seqs": params.max_num_seqs,
                 "dtype": params.dtype,
@@ -101,6 +119,7 @@ def _compare(base: dict[str, Any], with_draft: dict[str, Any], rows: list[dict])
         "acceptance_length": 1 + sum(by_position),
         "acceptance_by_position": by_position,
         "acceptance_by_kind": _by_kind(drafted, rows),
+        "acceptance_by_prompt": [mean(r["steps"][1:]) if r["steps"][1:] else None for r in drafted],
         "drafts": drafts,
         "baseline_tokens_per_s": mean(base_speed),
         "spec_tokens_per_s": mean(draft_speed),
@@ -127,18 +146,39 @@ def _by_kind(responses: list[dict], rows: list[dict]) -> dict[str, dict[str, flo
     }
 
 
-def _responses(rows: list[dict], base: dict[str, Any], drafts: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was asked and answered: per prompt the tokens without the draft, and tokens and step sizes with it."""
-    return [
-        {
+def recorded(rows: list[dict]) -> list[int]:
+    """The prompts whose draft steps are kept: the first of each kind, then the first of all."""
+    kinds = [row["kind"] for row in rows]
+    firsts = [i for i, kind in enumerate(kinds) if kinds.index(kind) == i]
+    return list(dict.fromkeys([*firsts, *range(len(rows))]))[:RECORDED_PROMPTS]
+
+
+def _responses(
+    rows: list[dict], base: dict[str, Any], drafts: dict[int, dict[str, Any]], tokenizer: Any
+) -> list[dict[str, Any]]:
+    """What was asked and answered: per prompt the tokens without the draft, and tokens and step sizes with it.
+
+    Recorded prompts also have ``drafts`` (the draft's tokens per step), the prompt's ``text`` and ``texts``
+    (``{token id: text}``), so that they can be read without the tokenizer.
+    """
+    found, shown = [], recorded(rows)
+    for i, row in enumerate(rows):
+        with_draft = {k: measured["quality"]["responses"][i] for k, measured in drafts.items()}
+        prompt = row["input_ids"][: row["prompt_tokens"]]
+        response = {
             "id": row["id"],
             "kind": row["kind"],
-            "prompt": row["input_ids"][: row["prompt_tokens"]],
+            "prompt": prompt,
             "without_draft": base["quality"]["responses"][i]["tokens"],
-            "with_draft": {k: measured["quality"]["responses"][i] for k, measured in drafts.items()},
+            "with_draft": with_draft,
         }
-        for i, row in enumerate(rows)
-    ]
+        if i in shown:
+            answers = with_draft.values()
+            seen = {t for a in answers for ids in (a["tokens"], *(a.get("drafts") or [])) for t in ids}
+            response["text"] = tokenizer.decode(prompt)
+            response["texts"] = {token: show.token_text(tokenizer, token) for token in sorted(seen)}
+        found.append(response)
+    return found
 
 
 def responses(run_dir: Any) -> list[dict[str, Any]]:

@@ -100,23 +100,3 @@ def declaration(
         "temperature": params.temperature,
         "seed": params.seed,
     }
-
-
-def target_agreement(store: Store, verifier: Verifier, samples: int = 16) -> list[tuple[str, float]]:
-    """How often ``argmax(lm_head(norm(h)))`` of the last column is the next token, at response positions.
-
-    Beside the right reading the wrong ones that shapes do not reveal: they show what the figure would be.
-    """
-    head, data = verifier.weight("lm_head").float(), store.dataset()
-    hits = dict.fromkeys(("before the final norm (right)", "norm left out", "norm applied twice", "shifted by one"), 0)
-    total = 0
-    for i in range(min(samples, len(store))):
-        row = data[i]
-        target, wanted = row["input_ids"][1:], row["loss_mask"][1:].bool()
-        hidden = store.hidden_states(i, layer=-1)[:-1]
-        once = verifier.final_norm(hidden)
-        readings = (once, hidden.float(), verifier.final_norm(once), once.roll(1, 0))
-        for name, reading in zip(hits, readings, strict=True):
-            hits[name] += int(((reading @ head.T).argmax(-1) == target)[wanted].sum())
-        total += int(wanted.sum())
-    return [(name, count / max(1, total)) for name, count in hits.items()]

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from eagle3nb.errors import Refused
+
 
 @contextmanager
 def atomic_path(path: Path | str) -> Iterator[Path]:
@@ -46,11 +48,14 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 def read_json(path: Path | str, default: Any = None) -> Any:
-    """The JSON value in ``path``, or ``default`` where there is no such file."""
+    """The JSON value in ``path``, or ``default`` where there is no such file; ``Refused`` where it is no JSON."""
     path = Path(path)
     if not path.is_file():
         return default
-    return json.loads(path.read_text())
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise Refused(f"{path}: no valid JSON ({error}); write it anew or restore it") from None
 
 
 def read_jsonl(path: Path | str) -> list[dict]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from eagle3nb import credentials
 from eagle3nb.errors import Refused
 
 
@@ -28,12 +29,18 @@ Count = Annotated[Int, Field(ge=1)]
 Share = Annotated[Float, Field(gt=0, lt=1)]
 
 
-class StageParams(BaseModel):
-    """Fields of one stage. ``run_dir`` is filled in by the runner; by hand it says which run to work in."""
+class NotebookParams(BaseModel):
+    """What every notebook has: the run it works in."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
     run_dir: str = Field("runs/by-hand", description="run directory; earlier stages are read from it")
+
+
+class StageParams(NotebookParams):
+    """Fields of one stage. ``run_dir`` is filled in by the runner; by hand it says which run to work in."""
+
+    allow: list[str] = Field([], description="ids of checks that may fail without stopping the run")
 
 
 class Preflight(StageParams):
@@ -196,6 +203,8 @@ def load(path: Path | str, overrides: list[str] = ()) -> Params:
 def apply_override(raw: dict[str, Any], override: str) -> None:
     """Set ``section.field=value`` (the value is YAML) in a params mapping."""
     key, equals, value = override.partition("=")
+    credentials.refuse(value, key.strip() if equals else "", "-p")
+    credentials.refuse(override, "", "-p")
     section, dot, field = key.strip().partition(".")
     if not equals or not dot:
         raise Refused(f"-p {override}: wanted section.field=value, e.g. train.epochs=5")
@@ -210,6 +219,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def validate(model: type[BaseModel], values: dict[str, Any], where: str) -> Any:
     """``model(**values)``, or ``Refused`` with one line that names the key and, if unknown, the nearest one."""
+    credentials.refuse(values, "", where)
     try:
         return model(**values)
     except ValidationError as error:
@@ -232,13 +242,14 @@ def _explain(model: type[BaseModel], error: dict[str, Any]) -> str:
     return f"{key} = {found[:80]}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
-def from_notebook(stage: str, namespace: dict[str, Any]) -> Any:
+def from_notebook(stage: str | type[NotebookParams], namespace: dict[str, Any]) -> Any:
     """The parameters of a notebook's cell as the stage's model: call with ``globals()`` in the next cell.
 
-    JupyterLab starts a kernel in the notebook's folder; paths in parameters are relative to the folder above it.
+    A notebook that is no stage gives its model itself. JupyterLab starts a kernel in the notebook's folder; paths in
+    parameters are relative to the folder above it.
     """
     if Path.cwd().name == "notebooks" and (Path.cwd().parent / "params").is_dir():
         os.chdir(Path.cwd().parent)
-    model = STAGES[stage]
+    model = STAGES[stage] if isinstance(stage, str) else stage
     values = {name: namespace[name] for name in model.model_fields if name in namespace}
-    return validate(model, values, f"notebook {stage}")
+    return validate(model, values, f"notebook {stage if isinstance(stage, str) else model.__name__}")

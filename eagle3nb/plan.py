@@ -228,7 +228,7 @@ def verifier_size(verifier: Verifier) -> Size:
     routed = moe_layers * experts * expert
     bits, origin = _expert_bits(verifier)
     bytes_, origin = int(2 * (rest + vocabulary) + routed * bits / 8), f"counted from the config, {origin}"
-    found = verifier.path.is_dir() and _bytes_on_disk(verifier)
+    found = verifier.path.is_dir() and verifier.weights.total_bytes()
     if found:
         bytes_, origin = found, "as stored"
     active = rest + moe_layers * per_token * expert + verifier.vocab_size * hidden
@@ -253,14 +253,6 @@ def _expert_bits(verifier: Verifier) -> tuple[float, str]:
         return 16, "bf16"
     bits = weights["num_bits"] + (16 / weights["group_size"] if weights.get("group_size") else 0)
     return bits, f"experts {bits:g} bits with their scales"
-
-
-def _bytes_on_disk(verifier: Verifier) -> int | None:
-    from eagle3nb.weights import read_json_object
-
-    if verifier.weights.index:
-        return read_json_object(verifier.weights.index, "an index").get("metadata", {}).get("total_size")
-    return sum(f.stat().st_size for f in verifier.path.glob("*.safetensors")) or None
 
 
 def draft_parameters(verifier: Verifier, params: Params) -> tuple[int, int]:

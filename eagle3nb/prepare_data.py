@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from eagle3nb import stage
-from eagle3nb.conversations import read_source, turns_of
+from eagle3nb.chat_template import ChatTemplate
+from eagle3nb.conversations import local_path, read_source, turns_of
 from eagle3nb.errors import Refused
-from eagle3nb.files import sha256_json
+from eagle3nb.files import sha256_file, sha256_json
 from eagle3nb.params import PrepareData
 from eagle3nb.verifier import Verifier
 
@@ -43,6 +44,11 @@ def run(params: PrepareData) -> dict[str, Any]:
             rows=len(rows),
             heldout_rows=len(heldout),
             rows_sha256=sha256_json(rows),
+            sources={
+                source: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+                for source in [*params.train, *params.heldout]
+                if (path := local_path(source)).is_file()
+            },
             responses=params.responses,
             tokens=sum(len(row["input_ids"]) for row in rows),
             response_tokens=sum(sum(row["loss_mask"]) for row in rows),
@@ -53,6 +59,7 @@ def run(params: PrepareData) -> dict[str, Any]:
             kinds=dict(Counter(row["kind"] for row in rows)),
             system_prompt=params.system_prompt,
             chat_template=params.chat_template,
+            chat_template_kwargs=params.chat_template_kwargs,
             seed=params.seed,
         )
 
@@ -70,7 +77,7 @@ def _build(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Rows of all sources in a seeded order, and what became of the ones that are not there."""
     counts: Counter[str] = Counter()
-    template = ChatTemplate(verifier, params)
+    template = ChatTemplate(verifier, params.chat_template, params.chat_template_kwargs, params.system_prompt)
     groups: list[list[dict[str, Any]]] = []
     for source in sources:
         found = 0
@@ -78,7 +85,7 @@ def _build(
             found += 1
             counts["conversations"] += 1
             rows = []
-            for row in rows_of(record, template, mode, counts, f"{source} row {number}"):
+            for row in rows_of(record, template, params, mode, counts, f"{source} row {number}"):
                 prompt = tuple(row["input_ids"][: row["prompt_tokens"]])
                 key = prompt if row["max_new_tokens"] else tuple(row["input_ids"])
                 if key in known:
@@ -106,55 +113,19 @@ def _build(
 # ---- rows --------------------------------------------------------------------------------------------------
 
 
-class ChatTemplate:
-    """The verifier's chat template with the limits of the params."""
-
-    def __init__(self, verifier: Verifier, params: PrepareData):
-        self.verifier, self.params, self.tokenizer = verifier, params, verifier.tokenizer
-        self.ends = set(verifier.eos_token_ids)
-        self.template = None
-        if params.chat_template:
-            file = Path(params.chat_template)
-            if not file.is_file():
-                raise Refused(f"prepare_data.chat_template: no such file {file}")
-            self.template = file.read_text()
-        if not (self.template or self.tokenizer.chat_template):
-            raise Refused(f"verifier {verifier.name} has no chat template; give one as prepare_data.chat_template")
-        self._check_boundary()
-
-    def ids(self, messages: list[dict[str, str]], prompt: bool) -> list[int]:
-        """Token ids of the turns; with ``prompt`` also what opens the assistant's next turn."""
-        return self.tokenizer.apply_chat_template(
-            messages,
-            chat_template=self.template,
-            add_generation_prompt=prompt,
-            tokenize=True,
-            return_dict=False,
-            **self.params.chat_template_kwargs,
-        )
-
-    def _check_boundary(self) -> None:
-        user = [{"role": "user", "content": "Hello"}]
-        if self.ids(user, prompt=True) == self.ids(user, prompt=False):
-            raise Refused(
-                "the chat template has no boundary: its prompt with and without add_generation_prompt are the same, "
-                "so the loss mask cannot be found; give a template with one as prepare_data.chat_template"
-            )
-
-
 def rows_of(
-    record: dict[str, Any], template: ChatTemplate, mode: str, counts: Counter, where: str
+    record: dict[str, Any], template: ChatTemplate, params: PrepareData, mode: str, counts: Counter, where: str
 ) -> Iterator[dict[str, Any]]:
     """Rows of one record; ``mode`` is ``given``, ``generate`` or ``heldout`` (the last prompt alone)."""
     turns = turns_of(record)
     if turns is None:
-        yield from _pretokenised(record, template, mode, counts, where)
+        yield from _pretokenised(record, template, params, mode, counts, where)
         return
     if not any(turn["role"] == "user" for turn in turns):
         counts["dropped: no user turn"] += 1
         return
-    if template.params.system_prompt and turns[0]["role"] != "system":
-        turns = [{"role": "system", "content": template.params.system_prompt}, *turns]
+    own = turns[0]["role"] == "system"
+    turns = template.with_system_prompt(turns)
     assistants = [k for k, turn in enumerate(turns) if turn["role"] == "assistant" and k > 0]
     if mode != "given" and turns[-1]["role"] == "user":
         assistants.append(len(turns))
@@ -163,14 +134,17 @@ def rows_of(
     if not assistants:
         counts["dropped: no assistant turn"] += 1
     for k in assistants:
-        row = _row(turns, k, template, mode, counts)
+        row = _row(turns, k, template, params, mode, counts)
         if row:
+            if own:
+                counts["rows with a system prompt of their own"] += 1
             yield row
 
 
-def _row(turns: list[dict], k: int, template: ChatTemplate, mode: str, counts: Counter) -> dict[str, Any] | None:
+def _row(
+    turns: list[dict], k: int, template: ChatTemplate, params: PrepareData, mode: str, counts: Counter
+) -> dict[str, Any] | None:
     """The row whose response is turn ``k``, or None (counted) where it cannot be used."""
-    params = template.params
     prompt = template.ids(turns[:k], prompt=True)
     if len(prompt) >= params.seq_len:
         counts["dropped: prompt longer than seq_len"] += 1
@@ -183,7 +157,8 @@ def _row(turns: list[dict], k: int, template: ChatTemplate, mode: str, counts: C
         counts["dropped: prompt is no prefix of the conversation"] += 1
         return None
     # What the template writes after the end of turn (a newline, say) is never generated: cut it off.
-    end = next((i for i in range(len(full) - 1, len(prompt) - 1, -1) if full[i] in template.ends), len(full) - 1)
+    ends = template.verifier.eos_token_ids
+    end = next((i for i in range(len(full) - 1, len(prompt) - 1, -1) if full[i] in ends), len(full) - 1)
     full = full[: end + 1]
     if len(full) > params.seq_len:
         counts["truncated to seq_len"] += 1
@@ -192,7 +167,7 @@ def _row(turns: list[dict], k: int, template: ChatTemplate, mode: str, counts: C
 
 
 def _pretokenised(
-    record: dict[str, Any], template: ChatTemplate, mode: str, counts: Counter, where: str
+    record: dict[str, Any], template: ChatTemplate, params: PrepareData, mode: str, counts: Counter, where: str
 ) -> Iterator[dict[str, Any]]:
     ids, mask = record.get("input_ids"), record.get("loss_mask")
     if ids is None or mask is None:
@@ -210,14 +185,14 @@ def _pretokenised(
         return
     start = mask.index(1)
     if mode != "given":
-        if start >= template.params.seq_len:
+        if start >= params.seq_len:
             counts["dropped: prompt longer than seq_len"] += 1
             return
-        yield _as_row(ids[:start], start, min(template.params.max_new_tokens, template.params.seq_len - start))
+        yield _as_row(ids[:start], start, min(params.max_new_tokens, params.seq_len - start))
         return
-    if len(ids) > template.params.seq_len:
+    if len(ids) > params.seq_len:
         counts["truncated to seq_len"] += 1
-        ids, mask = ids[: template.params.seq_len], mask[: template.params.seq_len]
+        ids, mask = ids[: params.seq_len], mask[: params.seq_len]
     if 1 not in mask:
         counts["dropped: prompt longer than seq_len"] += 1
         return

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from eagle3nb import __version__, child, report, stage
+from eagle3nb import __version__, child, provenance, report, stage
 from eagle3nb.errors import Refused
 from eagle3nb.files import read_json, write_json
 from eagle3nb.params import STAGES, Params, apply_override, load, validate
@@ -24,7 +24,8 @@ from eagle3nb.params import STAGES, Params, apply_override, load, validate
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 HEADLINE = (
     "acceptance_length", "acceptance_by_position", "baseline_tokens_per_s", "spec_tokens_per_s", "speedup",
-    "speedup_rounds", "lossless", "identical_outputs", "prompts", "num_speculative_tokens",
+    "speedup_rounds", "lossless", "identical_outputs", "prompts", "speed_prompts", "num_speculative_tokens",
+    "acceptance_by_prompt",
 )  # fmt: skip
 
 
@@ -57,13 +58,16 @@ def run(
     with _only_one(folder):
         write_json(folder / "params.json", params.model_dump())
         record = Record(folder, params, params_file, overrides)
+        report.start_notes(folder)
+        list_here = folder.parent == Path(runs_dir).resolve()  # not in whatever folder --run-dir lies
+        report.refresh(folder.parent, create=list_here)
         say(f"run directory {shown(folder)}")
         try:
             for name in names:
                 _run_stage(name, params, record, say)
         except KeyboardInterrupt:
             record.close("interrupted")
-            raise
+            raise KeyboardInterrupt(f"eagle3nb run --run-dir {shown(folder)}") from None
         except StageFailed:
             record.close("failed")
             raise
@@ -71,6 +75,7 @@ def run(
             record.close("done")
         finally:
             report.write(folder)
+            report.refresh(folder.parent, create=list_here)
     return folder
 
 
@@ -147,12 +152,17 @@ class Record:
         self.folder, self.started = folder, time.time()
         old = read_json(folder / "run.json", {})
         stages = {entry["name"]: entry for entry in old.get("stages", [])}
+        # Without a params file the run goes on with its own parameters, earlier overrides among them.
+        earlier = [] if params_file else [o for o in old.get("overrides", []) if o not in overrides]
+        command = shlex.join(["eagle3nb", *sys.argv[1:]])
         self.value: dict[str, Any] = {
             "run_id": folder.name,
             "name": params.name,
             "params_file": params_file or old.get("params_file"),
-            "overrides": list(overrides),
-            "command": shlex.join(["eagle3nb", *sys.argv[1:]]),
+            "overrides": [*earlier, *overrides],
+            "command": command,
+            "commands": [*old.get("commands", []), command],
+            "made_with": provenance.record(),
             "version": __version__,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "status": "running",
@@ -169,6 +179,11 @@ class Record:
         k = list(STAGES).index(name)
         self.value["stages"][k] = {"name": name, **fields}
         self.write()
+
+    def outdate(self, name: str) -> None:
+        """What later stages left was made from what ``name`` is about to replace."""
+        for entry in self.value["stages"][list(STAGES).index(name) + 1 :]:
+            entry["status"] = "pending"
 
     def close(self, status: str) -> None:
         done = all(entry["status"] in ("done", "cached") for entry in self.value["stages"])
@@ -192,6 +207,8 @@ def _run_stage(name: str, params: Params, record: Record, say: Any) -> None:
     for old_file in ("child.json", "progress.json"):
         (folder / old_file).unlink(missing_ok=True)
     started = time.time()
+    if name != "preflight":  # always run, and what it finds is mostly the same
+        record.outdate(name)
     record.stage(name, status="running", started=datetime.now(UTC).isoformat(timespec="seconds"))
     error, status = None, "done"
     with Watcher(folder, position, say):
@@ -239,7 +256,7 @@ def _execute(source: Path, target: Path, parameters: dict[str, Any]) -> None:
             config=Config(KernelManager={"transport": "ipc"}),
         )  # fmt: skip
     except papermill.PapermillExecutionError as error:
-        if error.ename == "KeyboardInterrupt":
+        if error.ename in ("KeyboardInterrupt", "Stopped"):
             raise KeyboardInterrupt from error
         prefix = "" if error.ename in ("Refused", "ChildFailed") else f"{error.ename}: "
         raise StageFailed(prefix + " ".join(str(error.evalue).split())) from error

@@ -99,12 +99,12 @@ class Store:
             handle.write(line + "\n")
             handle.flush()
 
-    def finish(self, rows: list[dict[str, Any]]) -> None:
-        """Write samples.jsonl in order, the arrow dataset (one row per sample) and, last, store.json."""
+    def finish(self, rows: list[dict[str, Any]], **notes: Any) -> None:
+        """Write samples.jsonl in order, the arrow dataset (one row per sample) and, last, store.json with ``notes``."""
         with self._one_process():
-            self._finish(rows)
+            self._finish(rows, notes)
 
-    def _finish(self, rows: list[dict[str, Any]]) -> None:
+    def _finish(self, rows: list[dict[str, Any]], notes: dict[str, Any]) -> None:
         from datasets import Dataset, Features, Sequence, Value
 
         known = {row["i"]: row for row in read_jsonl(self.folder / "samples.jsonl")}
@@ -125,7 +125,7 @@ class Store:
         temporary.rmdir()
         totals = {"count": len(rows), "tokens": sum(row["seq_len"] for row in rows)}
         totals["samples_sha256"] = sha256_file(self.folder / "samples.jsonl")
-        write_json(self.folder / "store.json", read_json(self.folder / "store.json") | totals)
+        write_json(self.folder / "store.json", read_json(self.folder / "store.json") | totals | notes)
 
     # ---- reading -------------------------------------------------------------------------------------------
 

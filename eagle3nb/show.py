@@ -5,8 +5,11 @@ untrusted. `save_plot` leaves the picture and the numbers behind it in the stage
 """
 
 import html
+import io
 import json
 import math
+import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,21 +145,81 @@ def tokens(tokenizer: Any, ids: Sequence[int], mask: Sequence[int], caption: str
 
 
 def visible(text: str) -> str:
-    """Text with control and direction characters made visible, so that it cannot change how a page reads."""
-    out = []
-    for char in text:
-        code = ord(char)
-        hidden = (code < 32 and char != "\n") or code in (0x7F, 0x200E, 0x200F) or 0x202A <= code <= 0x202E
-        hidden = hidden or 0x2066 <= code <= 0x2069
-        out.append(f"⟨U+{code:04X}⟩" if hidden else char)
-    return "".join(out)
+    """Text with control, format and direction characters made visible, so that it cannot change how a page reads."""
+    hidden = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}  # Unicode categories
+    return "".join(
+        f"⟨U+{ord(char):04X}⟩" if unicodedata.category(char) in hidden and char != "\n" else char for char in text
+    )
 
 
-def verdict(good: bool, text: str) -> Html:
-    """A coloured line: what was looked at, and whether it is as it should be."""
-    colour = "#228833" if good else "#cc3311"
-    mark = "✓" if good else "✗"
-    return Html(f'<div style="color:{colour};font-weight:600">{mark} {html.escape(text)}</div>', f"{mark} {text}")
+def token_text(tokenizer: Any, token: int) -> str:
+    """The text of one token; bytes that are no whole character of their own are written as ``\\xf0``."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    text = tokenizer.decode([token])
+    if "\ufffd" not in text:
+        return text
+    piece, byte_of = str(tokenizer.convert_ids_to_tokens(token)), {char: n for n, char in bytes_to_unicode().items()}
+    if piece.startswith("<0x"):  # the byte fallback of SentencePiece
+        data = bytes.fromhex(piece[3:5])
+    elif all(char in byte_of for char in piece):  # byte-level BPE
+        data = bytes(byte_of[char] for char in piece)
+    else:
+        return text
+    return data.decode(errors="backslashreplace")
+
+
+# Badges carry their own background, so they read alike in light and dark themes; skip is grey: it is no pass.
+VERDICTS = {"fail": "#cc3311", "warn": "#b8620a", "pass": "#228833", "skip": "#777777"}
+
+
+def checks(entries: Iterable[Mapping[str, Any]]) -> Html:
+    """The entries of a ``checks.json`` as a table, the worst verdict first; advice only where it is needed."""
+    order = list(VERDICTS)
+    entries = sorted(entries, key=lambda entry: order.index(entry["verdict"]))
+    rows = [
+        (
+            Html(f'<span title="{html.escape(entry["title"])}">{html.escape(entry["id"])}</span>', entry["id"]),
+            _verdict(entry),
+            number(entry["observed"]),
+            number(entry["expected"]),
+            entry["advice"] if entry["verdict"] != "pass" else "",
+        )
+        for entry in entries
+    ]
+    counts = {verdict: sum(entry["verdict"] == verdict for entry in entries) for verdict in order}
+    caption = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no checks"
+    return table(rows, ("check", "verdict", "observed", "expected", "advice"), caption)
+
+
+def checks_text(entries: Iterable[Mapping[str, Any]], width: int = 100) -> str:
+    """The same table for a terminal: bridge by bridge, advice below what needs it, long text cut to ``width``."""
+    lines, bridge = [], None
+    for entry in entries:
+        if entry["bridge"] != bridge:
+            bridge = entry["bridge"]
+            lines.append(f"\n{bridge.replace('_', ' ')}")
+        verdict = "fail (allowed)" if entry.get("allowed") else entry["verdict"]
+        observed, expected = (visible(str(entry[key])) for key in ("observed", "expected"))
+        lines.append(f"  {verdict:<5} {entry['id']:<26} {observed[:width]}")
+        if entry["verdict"] in ("fail", "warn"):
+            lines += [f"        wanted: {expected[: 2 * width]}", f"        advice: {entry['advice'][: 2 * width]}"]
+            if len(observed) > width:
+                lines.insert(-2, f"        found:  {observed[: 4 * width]}")
+    counts = {v: sum(entry["verdict"] == v for entry in entries) for v in VERDICTS}
+    total = ", ".join(f"{n} {v}" for v, n in counts.items() if n) or "no check applies"
+    return "\n".join([*lines, "", total])
+
+
+def _verdict(entry: Mapping[str, Any]) -> Html:
+    mark = badge(entry["verdict"])
+    return Html(f"{mark.markup} allowed", f"{mark} (allowed)") if entry.get("allowed") else mark
+
+
+def badge(verdict: str) -> Html:
+    """A verdict (fail, warn, pass, skip) as a coloured word."""
+    style = f"background:{VERDICTS[verdict]};color:#fff;border-radius:3px;padding:0 6px;font-weight:600"
+    return Html(f'<span style="{style}">{verdict}</span>', verdict)
 
 
 # ---- pictures ------------------------------------------------------------------------------------------------
@@ -175,8 +238,16 @@ class Picture:
         return self.alt
 
 
-def save_plot(figure: Any, folder: Path, name: str, alt: str, data: Any) -> Picture:
-    """Write ``plots/<name>.png`` and ``.json`` (``alt``, the data) below ``folder``; returns the picture."""
+def save_plot(figure: Any, folder: Path | None, name: str, alt: str, data: Any) -> Picture:
+    """Write ``plots/<name>.png`` and ``.json`` (``alt``, the data) below ``folder``; returns the picture.
+
+    With ``folder`` None nothing is written: who only looks at a run leaves nothing in it.
+    """
+    if folder is None:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
+        plt.close(figure)
+        return Picture(buffer.getvalue(), alt)
     path = folder / "plots" / f"{name}.png"
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png", dpi=110, bbox_inches="tight")
@@ -196,8 +267,8 @@ def _axes(title: str, x: str, y: str, width: float = 7.0) -> tuple[Any, Any]:
 
 
 def curves(
-    folder: Path, name: str, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: str, x: str, y: str,
-    *, log_x: bool = False, log_y: bool = False, markers: bool = False,
+    folder: Path | None, name: str, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: str,
+    x: str, y: str, *, log_x: bool = False, log_y: bool = False, markers: bool = False,
 ) -> Picture:  # fmt: skip
     """Lines over a common x axis: ``series`` is ``{label: (xs, ys)}``."""
     figure, axes = _axes(title, x, y)
@@ -205,16 +276,20 @@ def curves(
         axes.plot(xs, ys, color=colour, label=label, linewidth=1.5, marker="o" if markers else None, markersize=4)
     if log_x:
         axes.set_xscale("log")
-    if log_y:
+    if log_y and any(max(ys, default=0) > 0 for _, ys in series.values()):
         axes.set_yscale("log")
     if len(series) > 1:
         axes.legend(frameon=False, fontsize=9)
-    ends = "; ".join(f"{label} ends at {number(float(ys[-1]))}" for label, (_, ys) in series.items() if len(ys))
+    ends = "; ".join(
+        f"{label} from {number(float(ys[0]))} to {number(float(ys[-1]))}"
+        for label, (_, ys) in series.items()
+        if len(ys)
+    )
     data = {label: {"x": list(map(float, xs)), "y": list(map(float, ys))} for label, (xs, ys) in series.items()}
     return save_plot(figure, folder, name, f"{title}: {y} over {x}; {ends}", data)
 
 
-def bars(folder: Path, name: str, groups: Mapping[str, Mapping[str, float]], title: str, y: str) -> Picture:
+def bars(folder: Path | None, name: str, groups: Mapping[str, Mapping[str, float]], title: str, y: str) -> Picture:
     """Grouped bars: ``groups`` is ``{series: {label: value}}``."""
     labels = list(dict.fromkeys(label for values in groups.values() for label in values))
     figure, axes = _axes(title, "", y)
@@ -233,10 +308,25 @@ def bars(folder: Path, name: str, groups: Mapping[str, Mapping[str, float]], tit
     return save_plot(figure, folder, name, alt, {s: dict(vs) for s, vs in groups.items()})
 
 
-def layer_norms(folder: Path, hidden_states: torch.Tensor, layer_ids: Sequence[int]) -> Picture:
-    """RMS of each captured layer over the positions of one sample, ``hidden_states`` [seq, layers, hidden]."""
-    rms = hidden_states.float().pow(2).mean(-1).sqrt()  # [seq, layers]
-    positions = list(range(rms.shape[0]))
+def scatter(
+    folder: Path | None, name: str, groups: Mapping[str, Sequence[tuple[float, float]]], title: str, x: str, y: str,
+    labels: Mapping[str, tuple[float, float]] | None = None,
+) -> Picture:  # fmt: skip
+    """Points in the plane: ``groups`` is ``{label: [(x, y), ...]}``; ``labels`` are written beside their places."""
+    figure, axes = _axes(title, x, y)
+    for colour, (label, points) in zip(COLOURS, groups.items(), strict=False):
+        axes.scatter(*zip(*points, strict=True), color=colour, label=f"{label} ({len(points)})", s=14, alpha=0.7)
+    for text, place in (labels or {}).items():
+        axes.annotate(text, place, fontsize=8, xytext=(3, 3), textcoords="offset points")
+    axes.legend(frameon=False, fontsize=9)
+    alt = f"{title}: " + ", ".join(f"{len(points)} points {label}" for label, points in groups.items())
+    return save_plot(figure, folder, name, alt, {label: list(map(list, points)) for label, points in groups.items()})
+
+
+def layer_norms(folder: Path | None, hidden_states: torch.Tensor, layer_ids: Sequence[int], first: int = 0) -> Picture:
+    """RMS of each captured layer over the positions from ``first`` on; ``hidden_states`` [n, layers, hidden]."""
+    rms = hidden_states.float().pow(2).mean(-1).sqrt()  # [n, layers]
+    positions = list(range(first, first + rms.shape[0]))
     series = {f"layer {layer}": (positions, rms[:, k].tolist()) for k, layer in enumerate(layer_ids)}
     return curves(folder, "layer_norms", series, "RMS of the hidden states", "position", "RMS", log_y=True)
 
@@ -280,30 +370,105 @@ def training(folder: Path, name: str) -> Picture | None:
 
 def accuracy(folder: Path, validations: list[dict[str, Any]]) -> Picture:
     """Validation accuracy per draft position over the epochs (``full_acc_k``)."""
-    positions = sorted(key for key in validations[-1]["val"] if key.startswith("full_acc_"))
+    title = "Validation accuracy by draft position"
+    return _by_position(folder, "accuracy", validations, r"full_acc_(\d+)_epoch", title, "share right")
+
+
+def loss_by_position(folder: Path, validations: list[dict[str, Any]]) -> Picture:
+    """Validation loss per draft position over the epochs (``loss_k``)."""
+    title = "Validation loss by draft position"
+    return _by_position(folder, "loss_by_position", validations, r"loss_(\d+)_epoch", title, "loss")
+
+
+def _by_position(folder: Path, name: str, validations: list[dict], pattern: str, title: str, y: str) -> Picture:
+    found = [match for key in validations[-1]["val"] if (match := re.fullmatch(pattern, key))]
     epochs = [row["epoch"] + 1 for row in validations]
-    series = {f"position {key.split('_')[2]}": (epochs, [row["val"][key] for row in validations]) for key in positions}
-    return curves(
-        folder, "accuracy", series, "Validation accuracy by draft position", "epoch", "share right", markers=True
-    )
+    series = {f"position {m[1]}": (epochs, [row["val"][m[0]] for row in validations]) for m in found}
+    return curves(folder, name, series, title, "epoch", y, markers=True)
 
 
-def steps(tokenizer: Any, response: Mapping[str, Any], num_speculative_tokens: int) -> Html:
-    """A response with the draft as a strip: one box per verifier step, darker the more draft tokens it accepted."""
-    drafted = response["with_draft"][str(num_speculative_tokens)]
-    boxes, start = [], 0
-    for size in drafted["steps"]:
-        text = html.escape(visible(tokenizer.decode(drafted["tokens"][start : start + size]))).replace("\n", "⏎<br>")
-        shade = 0.08 + 0.18 * (size - 1)
-        boxes.append(
-            f'<span title="{size} token(s) in this step, {size - 1} accepted" '
-            f'style="background:rgba(68,119,170,{shade:.2f});'
-            f'border-right:2px solid rgba(128,128,128,.5);unicode-bidi:isolate">{text}</span>'
-        )
+# Of the strip of `steps`; in rgba, as the page below may be light or dark.
+STRIP_STYLE = """
+.e3-strip { font: 13px/1.9 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; max-width: 900px; }
+.e3-strip span { unicode-bidi: isolate; padding: 1px 0; }
+.e3-accepted { background: rgba(34, 136, 51, .28); } .e3-missed { box-shadow: inset 0 -2px rgba(204, 51, 17, .75); }
+.e3-step { border-left: 1px solid rgba(128, 128, 128, .45); }
+.e3-note { font-size: 13px; margin: .6em 0 .2em; } .e3-steps { overflow-x: auto; font-size: 13px; }
+.e3-steps table { border-collapse: collapse; } .e3-steps :is(th, td) { padding: 1px 10px; text-align: left; }
+.e3-steps td:first-child { text-align: right; }
+.e3-steps code { unicode-bidi: isolate; white-space: pre; margin-right: .5em; }
+td .e3-rejected { opacity: .75; } .e3-prompt { opacity: .75; white-space: pre-wrap; font-size: 13px; }
+"""
+STRIP_LEGEND = (
+    '<span class="e3-accepted">green</span>: draft tokens that were accepted; plain: the verifier’s own tokens; '
+    '<span class="e3-missed">underlined in red</span>: the verifier’s own token in place of a rejected draft '
+    "(hover, or open the list of steps)"
+)
+
+
+def draft_steps(response: Mapping[str, Any], num_speculative_tokens: int) -> list[dict[str, list[str]]]:
+    """Per verifier step the texts of ``accepted`` draft tokens, the verifier's ``own`` and ``rejected`` draft tokens.
+
+    ``response`` is a recorded one of ``responses.json``. Where the draft's tokens are not known, accepted ones follow
+    from the step's size, and ``rejected`` is empty.
+    """
+    answer = response["with_draft"][str(num_speculative_tokens)]
+    drafts, found, start = answer.get("drafts"), [], 0
+
+    def texts(ids: Iterable[int]) -> list[str]:
+        return [response["texts"][str(token)] for token in ids]
+
+    for k, size in enumerate(answer["steps"]):
+        step = answer["tokens"][start : start + size]
+        draft = drafts[k] if drafts else step[:-1]
+        same = 0
+        while same < min(len(step), len(draft)) and step[same] == draft[same]:
+            same += 1
+        rejected = draft[same:] if same < len(step) else []  # a response may end inside accepted tokens
+        found.append({"accepted": texts(step[:same]), "own": texts(step[same:]), "rejected": texts(rejected)})
         start += size
-    note = f"{response['id']}: {len(drafted['tokens'])} tokens in {len(drafted['steps'])} steps"
+    return found
+
+
+def steps(response: Mapping[str, Any], num_speculative_tokens: int) -> Html:
+    """A recorded response as a strip of tokens, one group per verifier step, and the same as a list of steps."""
+    rows = draft_steps(response, num_speculative_tokens)
+    boxes, lines = [], []
+    for k, row in enumerate(rows, 1):
+        title = f"step {k}: {len(row['accepted'])} accepted"
+        if row["rejected"]:
+            title += ", rejected " + " ".join(f"«{_one_line(text)}»" for text in row["rejected"])
+        inside = "".join(f'<span class="e3-accepted">{_in_strip(text)}</span>' for text in row["accepted"])
+        missed = ' class="e3-missed"' if row["rejected"] else ""
+        inside += "".join(f"<span{missed}>{_in_strip(text)}</span>" for text in row["own"])
+        boxes.append(f'<span class="e3-step" title="{html.escape(title)}">{inside}</span>')
+        cells = [
+            "".join(f'<code class="e3-{name}">{html.escape(_one_line(text))}</code>' for text in row[name])
+            for name in ("accepted", "own", "rejected")
+        ]
+        lines.append(f"<tr><td>{k}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    accepted, rejected = (sum(len(row[name]) for row in rows) for name in ("accepted", "rejected"))
+    total = sum(len(row["accepted"]) + len(row["own"]) for row in rows)
+    note = (
+        f"{response['id']} ({response['kind']}): {total} tokens in {len(rows)} steps, {accepted} draft tokens accepted"
+    )
+    note += f", {rejected} rejected" if rejected else ""
+    prompt = f'<div class="e3-prompt">{_in_strip(response["text"])}</div>' if "text" in response else ""
+    heads = "".join(f"<th>{h}</th>" for h in ("step", "accepted draft", "verifier’s own", "rejected draft"))
     markup = (
-        f'<div style="font-size:13px;opacity:.7">{html.escape(note)}</div><div style="font-family:monospace;'
-        f'font-size:13px;white-space:pre-wrap;line-height:1.6;max-width:900px">{"".join(boxes)}</div>'
+        f'<style>{STRIP_STYLE}</style><div class="e3-note">{html.escape(visible(note))}</div>'
+        f'<div class="e3-strip">{"".join(boxes)}</div>'
+        f'<details><summary class="e3-note">Prompt, and step by step</summary>{prompt}'
+        f'<div class="e3-steps" tabindex="0"><table>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div></details>"
     )
     return Html(markup, note)
+
+
+def _in_strip(text: str) -> str:
+    return html.escape(visible(text)).replace("\n", "⏎<br>")
+
+
+def _one_line(text: str) -> str:
+    """A token in a list: spaces and line ends as signs."""
+    return visible(text).replace("\n", "⏎").replace(" ", "·")

@@ -133,15 +133,18 @@ def _file_state(value: Any) -> Any:
 
 def fingerprint(name: str, params: StageParams) -> str:
     """Changes when anything changes that the stage's output depends on."""
-    values = params.model_dump(exclude={"run_dir"})
+    values = params.model_dump(exclude={"run_dir", "allow"})
     earlier = {read: result(params.run_dir, read)["fingerprint"] for read in READS[name]}
     named = {key: _file_state(value) for key, value in values.items()}
     return sha256_json([name, values, earlier, named, _source_digest()])
 
 
 def is_done(name: str, params: StageParams) -> bool:
-    """Whether the stage's output is complete and made from the same inputs."""
+    """Whether the stage's output is complete, made from the same inputs, and passed its checks (or may fail them)."""
     found = read_json(folder(params.run_dir, name) / "result.json")
+    checks = read_json(folder(params.run_dir, name) / "checks.json")
+    if checks is None or any(c["verdict"] == "fail" and c["id"] not in params.allow for c in checks):
+        return False
     try:
         return found is not None and found["fingerprint"] == fingerprint(name, params)
     except Refused:  # an earlier stage is missing
@@ -171,6 +174,7 @@ def running(name: str, params: StageParams) -> Iterator[Running]:
     mark = fingerprint(name, params)
     here.mkdir(parents=True, exist_ok=True)
     (here / "result.json").unlink(missing_ok=True)
+    (here / "checks.json").unlink(missing_ok=True)
     (here / "child.json").unlink(missing_ok=True)
     try:
         yield Running(name, here, mark, time.time())

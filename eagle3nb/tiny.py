@@ -85,6 +85,9 @@ def llama(folder: Path, seed: int = 0, steps: int = 0, **changes: Any) -> Path:
     } | changes  # fmt: skip
     torch.manual_seed(seed)
     words, model = tokenizer(), LlamaForCausalLM(LlamaConfig(**config))
+    # As in real models: with a weight of ones, a norm left out or applied twice would change no prediction.
+    if steps:
+        torch.nn.init.uniform_(model.model.norm.weight, 0.2, 3.0)
     _teach(model, words, steps)
     model.to(torch.bfloat16).save_pretrained(folder)
     words.save_pretrained(folder)

@@ -22,6 +22,7 @@ from eagle3nb import child, draft_config, stage
 from eagle3nb.errors import Refused
 from eagle3nb.files import read_jsonl, sha256_file, write_json
 from eagle3nb.params import Train
+from eagle3nb.samples import Store
 from eagle3nb.verifier import Verifier
 
 # Fields of speculators' TrainConfig that say where something lies.
@@ -55,9 +56,17 @@ def run(params: Train, on_poll: Callable[[], None] | None = None) -> dict[str, A
             **done | {"best_checkpoint": str(best.relative_to(here.folder))},
             layer_ids=extracted["layer_ids"][:-1],
             draft_vocab_size=mapping["draft_vocab_size"],
+            validation_positions=_validation_positions(params),
             checkpoint_sha256=sha256_file(best / "model.safetensors"),
             checkpoint_bytes=(best / "model.safetensors").stat().st_size,
         )
+
+
+def _validation_positions(params: Train) -> int:
+    """Response tokens of the rows that validate: the last ones, as speculators splits them."""
+    rows = Store(stage.folder(params.run_dir, "extract_hidden_states") / "store").dataset()
+    first = int(len(rows) * params.train_share)
+    return sum(int(row["loss_mask"].sum()) for row in rows.select(range(first, len(rows))))
 
 
 def launcher(num_gpus: int | None, torchrun: dict[str, Any]) -> list[str] | None:

@@ -254,7 +254,7 @@ class Verifier:
         yield "tokens of the tokenizer", "tokenizer", len(self.tokenizer)
         yield "padding", "embedding rows without a token", rows - len(self.tokenizer)
         formula = "x · (1 + w)" if self.config.model_type in GEMMA_STYLE_NORM else "x · w"
-        yield "final norm", f"{at}.{self._eps_field}", f"RMS, {formula}, eps {self._eps:g}"
+        yield "final norm", f"{at}.{self._eps_field}", f"RMS, {formula}, eps {self.norm_eps:g}"
         rope = "rope_parameters" if "rope_parameters" in self._text_json else "rope_theta"
         yield "rope", f"{at}.{rope}", getattr(self.config, "rope_parameters", None)
         yield "attention", at, "MLA" if self.uses_mla else "ordinary"
@@ -331,8 +331,13 @@ class Verifier:
         return field
 
     @property
-    def _eps(self) -> float:
+    def norm_eps(self) -> float:
         return getattr(self.config, self._eps_field)
+
+    def is_untrained(self) -> bool:
+        """Whether the final norm's weights are all equal: so they are at the start, and after no training at all."""
+        weight = self.weight("norm")
+        return bool((weight == weight[0]).all())
 
     def final_norm(self, hidden: Any) -> Any:
         """The verifier's final RMS norm: ``hidden`` [..., hidden] (before it) -> float32 [..., hidden]."""
@@ -342,4 +347,4 @@ class Verifier:
         if self.config.model_type in GEMMA_STYLE_NORM:
             weight = 1 + weight
         hidden = hidden.float()
-        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self._eps) * weight
+        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.norm_eps) * weight

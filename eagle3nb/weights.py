@@ -62,6 +62,12 @@ class Weights:
     def __init__(self, folder: Path, name: str, fetch: Callable[[str], Path] | None = None):
         self.folder, self.name, self.fetch = folder, name, fetch
 
+    def total_bytes(self) -> int | None:
+        """Bytes of all weights, by the index where there is one, shards that are not there yet included."""
+        if self.index:
+            return read_json_object(self.index, "an index").get("metadata", {}).get("total_size")
+        return sum(f.stat().st_size for f in self.folder.glob("*.safetensors")) or None
+
     @cached_property
     def index(self) -> Path | None:
         """The index of a sharded checkpoint."""

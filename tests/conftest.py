@@ -10,6 +10,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
+import browser as browsers
+
 from eagle3nb import params as parameters
 from eagle3nb import preflight, prepare_data, tiny
 
@@ -57,6 +59,13 @@ def finished_run(tmp_path_factory, params_file) -> Path:
 
     folder = tmp_path_factory.mktemp("runs") / "tiny-run"
     return run.run(str(params_file), run_dir=str(folder))
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A tab of a headless Chromium (`tests/browser.py`)."""
+    with browsers.chromium() as page:
+        yield page
 
 
 @pytest.fixture

@@ -1,10 +1,13 @@
 """Serving with and without the draft, measured in vLLM (in the shared run)."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from eagle3nb import evaluate, stage
+from eagle3nb.engine import drafts
 from eagle3nb.errors import Refused
 from eagle3nb.files import read_json
 from eagle3nb.params import Evaluate
@@ -95,3 +98,53 @@ def test_predicted_and_served_are_kept_side_by_side(finished_run):
         == stage.result(finished_run, "train")["predicted_acceptance_by_position"]
     )
     assert read_json(stage.folder(finished_run, "evaluate") / "plots" / "predicted_against_served.json")["alt"]
+
+
+@pytest.mark.engine
+def test_the_recorded_drafts_explain_every_step(finished_run):
+    """Accepted tokens are the draft's first ones; the verifier's own token is never the draft's next one."""
+    recorded = [r for r in evaluate.responses(finished_run) if "texts" in r]
+    assert len(recorded) == evaluate.RECORDED_PROMPTS
+    for response in recorded:
+        for number, answer in response["with_draft"].items():
+            assert answer["drafts"][0] == []  # the prompt's own step has no draft
+            assert all(len(draft) == int(number) for draft in answer["drafts"][1:])
+            assert drafts.align(answer["drafts"], answer["tokens"], answer["steps"]) == answer["drafts"]
+            assert {str(t) for t in answer["tokens"]} <= set(response["texts"])
+
+
+def test_drafts_are_matched_to_steps():
+    tokens, steps = [5, 6, 7, 8, 9], [1, 3, 1]
+    noted = [[], [6, 7, 1], [2, 3, 4]]
+    assert drafts.align(noted, tokens, steps) == noted
+    assert drafts.align([[], *noted], tokens, steps) == noted  # a chunk of the prompt went before
+    assert drafts.align([*noted, [1, 1, 1]], tokens, steps) == noted  # one step too many was begun
+    assert drafts.align([[], [6, 1, 1], [2, 3, 4]], tokens, steps) is None
+    assert drafts.align([[], [6, 7, 8], [2, 3, 4]], tokens, steps) is None  # 8 would have been accepted
+    assert drafts.align(noted[:2], tokens, steps) is None
+
+
+def test_prompts_of_different_kinds_are_recorded_first():
+    rows = [{"kind": kind} for kind in "aabbcccdefg"]
+    assert evaluate.recorded(rows) == [0, 2, 4, 7, 8]
+    assert evaluate.recorded([{"kind": "a"}] * 3) == [0, 1, 2]
+
+
+def test_placeholders_are_looked_up_in_either_model_runner():
+    """Asynchronous scheduling names the drafts -1; the runner has them, in vLLM's two runners in different places."""
+    scheduled = SimpleNamespace(
+        scheduled_spec_decode_tokens={"a-1": [-1, -1]}, num_scheduled_tokens={"b-1": 1, "a-1": 3}
+    )
+    first = SimpleNamespace(
+        _draft_token_ids=torch.tensor([[9, 9, 9], [4, 5, 6]]), input_batch=SimpleNamespace(req_ids=["b-1", "a-1"])
+    )
+    states = SimpleNamespace(draft_tokens=torch.tensor([[4, 5, 6], [9, 9, 9]]), req_id_to_index={"a-1": 0})
+    for runner in (first, SimpleNamespace(req_states=states)):
+        ran = []
+        runner.execute_model = ran.append
+        worker = drafts.DraftsWorkerExtension()
+        worker.model_runner = runner
+        worker.record_drafts(["a"])
+        runner.execute_model(scheduled)
+        assert ran == [scheduled]
+        assert worker.take_drafts() == {"a": [[4, 5]]}

@@ -58,17 +58,6 @@ def test_every_column_is_the_layer_it_is_called(finished_run):
 
 
 @pytest.mark.engine
-def test_last_states_predict_the_tokens_the_verifier_wrote(finished_run):
-    agreement = dict(
-        extract_hidden_states.target_agreement(store_of(finished_run), stage.verifier(finished_run), samples=40)
-    )
-    right = agreement.pop("before the final norm (right)")
-    assert right > 0.98
-    # The tiny verifier repeats tokens, and its norm's weights are all about 1: only the shift can show.
-    assert agreement["shifted by one"] < right - 0.1
-
-
-@pytest.mark.engine
 def test_rows_and_masks_of_the_store(finished_run):
     from datasets import load_from_disk
 

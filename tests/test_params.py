@@ -83,7 +83,7 @@ def test_every_value_can_be_overridden(load, stage, field):
     other = {bool: "true", int: "2", float: "0.5", dict: "{a: 1}", list: "[1]"}.get(type(default), "some/text")
     special = {
         "responses": "given", "capture": "connector", "dtype": "float32", "optimizer": "adamw", "scheduler": "linear",
-        "train": "[a.jsonl]", "heldout": "[a.jsonl]", "layer_ids": "[1, 2]",
+        "train": "[a.jsonl]", "heldout": "[a.jsonl]", "layer_ids": "[1, 2]", "allow": "[a.b]",
     }  # fmt: skip
     wanted = special.get(field, other)
     if default is None and "int" in str(params.STAGES[stage].model_fields[field].annotation) and field != "layer_ids":
@@ -97,3 +97,40 @@ def test_every_value_can_be_overridden(load, stage, field):
 def test_engine_args_keys_can_be_overridden_one_by_one(load):
     found = load("extract_hidden_states: {engine_args: {a: 1}}", "extract_hidden_states.engine_args.b=2")
     assert found.extract_hidden_states.engine_args == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "secret"),
+    [
+        ("preflight.verifier=hf_AbCdEfGh1234567890", "preflight.verifier", "hf_AbCdEfGh1234567890"),
+        ("extract_hidden_states.engine_args.hf_token=abc", "extract_hidden_states.engine_args.hf_token", "abc"),
+        ("train.trainer_args={api_key: 12345}", "train.trainer_args.api_key", "12345"),
+        ("prepare_data.train=[https://me:pw1234@example.com/a.jsonl]", "prepare_data.train", "pw1234"),
+        ("prepare_data.train=[https://example.com/a.jsonl?token=qwertz]", "prepare_data.train", "qwertz"),
+        ("evaluate.engine_args.password=letmein", "evaluate.engine_args.password", "letmein"),
+        ("train.lr=sk-proj-0123456789abcdef", "train.lr", "sk-proj-0123456789abcdef"),
+        ("hf_0123456789abcdef", "a value", "hf_0123456789abcdef"),
+    ],
+)
+def test_credentials_are_refused_by_their_key(tmp_path, override, key, secret):
+    path = tmp_path / "x.yaml"
+    path.write_text("train: {epochs: 1}\n")
+    with pytest.raises(Refused, match="looks like a credential") as caught:
+        params.load(path, [override])
+    assert key in str(caught.value)
+    assert secret not in str(caught.value)
+
+
+def test_a_credential_in_the_file_is_refused_before_its_type_is_looked_at(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("train:\n  epochs: ghp_0123456789abcdefghij\n")
+    with pytest.raises(Refused, match=r"train.epochs looks like a credential") as caught:
+        params.load(path)
+    assert "ghp_" not in str(caught.value)
+
+
+def test_ordinary_names_are_no_credentials(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("prepare_data: {train: [hf_dataset/chats, sk-learn/data@train], max_new_tokens: 7}\n")
+    found = params.load(path, ["prepare_data.chat_template_kwargs={eos_token: </s>}", "train.tokens_per_step=64"])
+    assert found.prepare_data.max_new_tokens == 7

@@ -68,7 +68,13 @@ def test_a_changed_parameter_runs_that_stage_and_what_reads_it(copy_of_run, para
     assert statuses["extract_hidden_states"] == "cached"
     assert statuses["build_vocab_mapping"] == statuses["train"] == "done"
     assert stage.result(copy_of_run, "train")["draft_vocab_size"] == 256
-    assert read_json(copy_of_run / "run.json")["status"] == "incomplete" or statuses["evaluate"] != "pending"
+    assert statuses["evaluate"] == "pending"  # what it left was made with another draft
+    record = read_json(copy_of_run / "run.json")
+    assert record["status"] == "incomplete"
+    assert record["headline"] == {}
+    page = (copy_of_run / "report.html").read_text()
+    assert "Still to be run: evaluate." in page
+    assert "predicted against served" not in page
 
 
 def test_a_failing_stage_stops_the_run_and_says_why(tmp_path, params_file, capsys):
@@ -86,6 +92,37 @@ def test_a_failing_stage_stops_the_run_and_says_why(tmp_path, params_file, capsy
     assert "layer_ids = [9]" in report
 
 
+def test_the_runner_keeps_a_list_of_runs_and_room_for_notes(tmp_path, monkeypatch):
+    def fail(*_):
+        listed.append(">running<" in (runs / "index.html").read_text())
+        raise run.StageFailed("boom")
+
+    runs, listed = tmp_path / "runs", []
+    monkeypatch.setattr(run, "_execute", fail)
+    with pytest.raises(run.StageFailed):
+        run.run(str(ROOT / "params" / "smoke.yaml"), overrides=["train.epochs=2"], runs_dir=str(runs))
+    folder = next(runs.glob("smoke-*"))
+    index = (runs / "index.html").read_text()
+    assert f'href="{folder.name}/report.html"' in index
+    assert ">failed<" in index
+    assert ">running<" not in index
+    (folder / "notes.md").write_text("mine")
+    (runs / "broken").mkdir()
+    (runs / "broken" / "run.json").write_text("{")
+    with pytest.raises(run.StageFailed):
+        run.run(None, run_dir=str(folder), runs_dir=str(runs), overrides=["train.lr=1e-4"])
+    record = read_json(folder / "run.json")
+    assert record["overrides"] == ["train.epochs=2", "train.lr=1e-4"]
+    assert len(record["commands"]) == 2
+    assert record["made_with"]["packages"]["papermill"]
+    assert (folder / "notes.md").read_text() == "mine"
+    elsewhere = tmp_path / "elsewhere"
+    with pytest.raises(run.StageFailed):
+        run.run(str(ROOT / "params" / "smoke.yaml"), run_dir=str(elsewhere))
+    assert listed == [True, True, False]  # listed from the start; the last run is not one of these
+    assert not (tmp_path / "index.html").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -95,6 +132,7 @@ def test_a_failing_stage_stops_the_run_and_says_why(tmp_path, params_file, capsy
         (["run", "params/smoke.yaml", "--from", "trian"], "--from trian: unknown stage; nearest: train"),
         (["run", "params/smoke.yaml", "--from", "train", "--until", "preflight"], "comes after"),
         (["run"], "give a params file, or --run-dir"),
+        (["run", "params/smoke.yaml", "-p", "train.trainer_args.token=x"], "train.trainer_args.token looks like a"),
         (["report", "params"], "this is no run directory"),
     ],
 )

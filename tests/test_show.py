@@ -24,6 +24,30 @@ def test_two_configs_side_by_side_mark_differences():
     assert markup.count("≠") == 1
 
 
+def test_checks_are_sorted_by_verdict_and_skip_is_not_green():
+    made = [
+        {
+            "id": f"a.{verdict}",
+            "title": "<t>",
+            "verdict": verdict,
+            "observed": 0.5,
+            "expected": "> 0.9",
+            "advice": f"do {verdict}",
+        }
+        for verdict in ("skip", "pass", "fail", "warn")
+    ]
+    shown = show.checks(made)
+    places = [shown.markup.index(f"a.{verdict}<") for verdict in ("fail", "warn", "pass", "skip")]
+    assert places == sorted(places)
+    assert shown.markup.count(show.VERDICTS["pass"]) == 1  # the badge of the one pass
+    assert show.VERDICTS["skip"] != show.VERDICTS["pass"]
+    assert "do fail" in shown.markup
+    assert "do pass" not in shown.markup
+    assert "<t>" not in shown.markup
+    assert "1 fail, 1 warn, 1 pass, 1 skip" in shown.markup
+    assert "no checks" in show.checks([]).markup
+
+
 class Tokenizer:
     def __init__(self, texts):
         self.texts = texts
@@ -52,7 +76,7 @@ def test_a_plot_leaves_picture_data_and_alternative_text(tmp_path):
     assert (tmp_path / "plots" / "c.png").read_bytes()[:4] == b"\x89PNG"
     saved = json.loads((tmp_path / "plots" / "c.json").read_text())
     assert saved["data"]["loss"]["y"] == [2.0, 1.0]
-    assert "loss ends at 1" in saved["alt"] == picture.alt
+    assert "loss from 2 to 1" in saved["alt"] == picture.alt
 
 
 def test_training_curve_needs_a_step(tmp_path):
@@ -66,3 +90,35 @@ def test_durations(seconds, text):
     from eagle3nb.child import duration
 
     assert duration(seconds) == text
+
+
+def test_bytes_that_are_no_character_are_written_out():
+    from eagle3nb import tiny
+
+    words = tiny.tokenizer()
+    ids = words.encode("é🙂")
+    texts = [show.token_text(words, i) for i in ids]
+    assert "".join(texts).encode().decode("unicode_escape").encode("latin-1").decode() == "é🙂"
+    assert "\\x" in "".join(texts)
+
+
+def test_rejected_drafts_are_named():
+    response = {
+        "id": "x", "kind": "k", "texts": {"1": "a", "2": " b", "3": "c"},
+        "with_draft": {"2": {"tokens": [1, 2, 3], "steps": [1, 2], "drafts": [[], [2, 1]]}},
+    }  # fmt: skip
+    assert show.draft_steps(response, 2) == [
+        {"accepted": [], "own": ["a"], "rejected": []},
+        {"accepted": [" b"], "own": ["c"], "rejected": ["a"]},
+    ]
+    found = show.steps(response, 2)
+    assert "3 tokens in 2 steps, 1 draft tokens accepted, 1 rejected" in found.text
+    assert "rejected «a»" in found.markup
+
+
+def test_a_response_may_end_inside_accepted_tokens():
+    response = {
+        "texts": {"1": "a", "2": "b", "3": "c"},
+        "with_draft": {"3": {"tokens": [1, 2, 3], "steps": [1, 2], "drafts": [[], [2, 3, 1]]}},
+    }  # fmt: skip
+    assert show.draft_steps(response, 3)[1] == {"accepted": ["b", "c"], "own": [], "rejected": []}

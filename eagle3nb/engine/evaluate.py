@@ -6,12 +6,13 @@ turn. A step's size is the number of tokens it yields: accepted draft tokens and
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from eagle3nb import stage
-from eagle3nb.engine import settings
+from eagle3nb.engine import drafts, settings
 from eagle3nb.engine.job import Progress, run_job
 
 
@@ -26,6 +27,10 @@ def evaluate(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
             "model": job["draft"],
             "num_speculative_tokens": job["num_speculative_tokens"],
         }
+    # An extension that the user names goes first; then nothing is recorded.
+    record = job["record"] if job["draft"] and "worker_extension_cls" not in job["engine_args"] else []
+    if record:
+        own["worker_extension_cls"] = drafts.EXTENSION
     if job["uses_mla"] and settings.device() == "cpu":
         # There, latent and ordinary attention share no block size; without the draft too, so that outputs compare.
         os.environ.setdefault("VLLM_MLA_DISABLE", "1")
@@ -36,7 +41,7 @@ def evaluate(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
     if job["measure_quality"]:
         before = counters(llm)
         result["responses"] = serve(
-            llm, prompts, job["max_new_tokens"], job["max_num_seqs"], progress, f"{job['label']}: all prompts"
+            llm, prompts, job["max_new_tokens"], job["max_num_seqs"], progress, f"{job['label']}: all prompts", record
         )
         result["counters"] = {name: _minus(value, before.get(name)) for name, value in counters(llm).items()}
     timed = prompts[: job["speed_prompts"]]
@@ -55,8 +60,12 @@ def serve(
     at_once: int,
     progress: Progress | None = None,
     phase: str = "",
+    record: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
-    """Greedy responses to token prompts, ``at_once`` in the engine: per prompt ``tokens`` and ``steps``."""
+    """Greedy responses to token prompts, ``at_once`` in the engine: per prompt ``tokens`` and ``steps``.
+
+    Prompts in ``record`` also get ``drafts``: what the draft proposed at each step (None where that is not known).
+    """
     from vllm import SamplingParams
 
     engine, waiting, done = llm.llm_engine, list(enumerate(prompts))[::-1], 0
@@ -64,12 +73,14 @@ def serve(
     running: dict[str, int] = {}
     sampling = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False)
     begin = time.monotonic()
+    names = [f"{phase}-{i}-{begin}" for i in range(len(prompts))]
+    if record:
+        llm.collective_rpc("record_drafts", args=([names[i] for i in record],))
     while waiting or running:
         while waiting and len(running) < at_once:
             i, prompt = waiting.pop()
-            name = f"{phase}-{i}-{begin}"
-            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-            running[name] = i
+            engine.add_request(names[i], {"prompt_token_ids": prompt}, sampling)
+            running[names[i]] = i
         for output in engine.step():
             answer, tokens = answers[running[output.request_id]], list(output.outputs[0].token_ids)
             if len(tokens) > len(answer["tokens"]):
@@ -85,6 +96,10 @@ def serve(
                 phase=phase, unit="prompts", done=done, total=len(prompts), tokens=count,
                 tokens_per_s=count / max(seconds, 1e-3), seconds=seconds,
             )  # fmt: skip
+    if record:
+        noted = llm.collective_rpc("take_drafts")[0]
+        for i in record:
+            answers[i]["drafts"] = drafts.align(noted[names[i]], **answers[i])
     return answers
 
 

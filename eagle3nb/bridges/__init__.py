@@ -1,0 +1,59 @@
+"""Bridges: what one stage leaves, proven before the next one spends time on it.
+
+=========================  =========================================================================
+`registry`                 what a check is; how checks are run
+a module per bridge        the checks themselves, named like the stage whose output they look at
+`artefacts`                what a path is, and everything that can be known beside it
+`reading`, `store`         files of strangers, read with care
+`agreement`, `reference`   the two measurements behind the semantic checks
+=========================  =========================================================================
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from eagle3nb import stage
+from eagle3nb.bridges import build_vocab_mapping, evaluate, extract_hidden_states, preflight, prepare_data, train
+from eagle3nb.bridges.artefacts import Artefacts, add, identify, of_run
+from eagle3nb.bridges.registry import CHECKS, failures, run
+from eagle3nb.errors import Refused
+from eagle3nb.files import write_json
+from eagle3nb.params import StageParams
+from eagle3nb.verifier import Verifier
+
+__all__ = ["CHECKS", "check_path", "cross", "failures", "stop_on_failure"]
+# Importing a bridge's module registers its checks.
+MODULES = (preflight, prepare_data, extract_hidden_states, build_vocab_mapping, train, evaluate)
+
+
+def check_path(
+    path: Path | str, verifier: Verifier | None = None, against: Path | str | None = None, deep: bool = False
+) -> tuple[Artefacts, list[dict[str, Any]]]:
+    """What ``path`` is, and the entries of all checks that apply; `Refused` where it cannot be read."""
+    artefacts = identify(Path(path), verifier, deep)
+    if against is not None:
+        add(artefacts, Path(against))
+    return artefacts, run(artefacts)
+
+
+def cross(name: str, params: StageParams) -> list[dict[str, Any]]:
+    """Run the checks of the bridge behind stage ``name``, write its ``checks.json`` and return the entries."""
+    unknown = next((id for id in params.allow if id not in CHECKS), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, CHECKS, 1, 0.3)
+        raise Refused(f"{name}.allow: no check is called {unknown}" + (f"; nearest: {near[0]}" if near else ""))
+    entries = run(of_run(params.run_dir), bridges=[name], allow=params.allow)
+    write_json(stage.folder(params.run_dir, name) / "checks.json", entries)
+    return entries
+
+
+def stop_on_failure(entries: list[dict[str, Any]]) -> None:
+    """`Refused` where a check failed that was not allowed: the next stage must not build on it."""
+    bad = failures(entries)
+    if bad:
+        first = bad[0]
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise Refused(
+            f"check {first['id']} failed: {first['observed']}; wanted {first['expected']}; {first['advice']}{more}"
+        )

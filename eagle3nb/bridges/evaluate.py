@@ -1,0 +1,98 @@
+"""The served draft: is it accepted as validation foretold, and is the output what the verifier alone writes?"""
+
+import math
+
+from eagle3nb.bridges.artefacts import Artefacts
+from eagle3nb.bridges.registry import Finding, check
+
+BRIDGE = "evaluate"
+# |served - predicted x coverage^(k+1)| at position k, for many tokens: SmolLM2 0.009, 0.008, 0.007 (8192 draft tokens),
+# 0.024, 0.01, 0.01 (4096). Broken drafts: a layer off or a norm too many, 0.1 and more at the first position.
+NEAR = 0.05
+STEPS = 3.0  # standard errors of the two measured shares on top: small runs have few drafts
+
+
+@check(
+    "served.predicted",
+    "Acceptance is what validation predicted",
+    bridge=BRIDGE,
+    needs=("served", "predicted"),
+    why="vllm-project/speculators#613: validation was good, acceptance in vLLM very low.",
+    remedy="compare what trainer and server assume: layer ids, norms, d2t, rope (the checks of the train bridge)",
+)
+def predicted(a: Artefacts) -> Finding:
+    """Accepted share per position against validation's, times coverage: validation knows no other tokens."""
+    served, coverage = a.served["acceptance_by_position"], a.served.get("draft_vocab_coverage") or 1.0
+    drafts, rows = max(1, int(a.served.get("drafts") or 1)), a.of_run["train"].get("validation_positions") or math.inf
+    far, texts = [], []
+    for k, (got, foretold) in enumerate(zip(served, a.predicted, strict=False)):
+        wanted = foretold * coverage ** (k + 1)
+        error = math.sqrt(wanted * (1 - wanted) * (1 / drafts + 1 / rows))
+        texts.append(f"{got:.3f} (predicted {wanted:.3f})")
+        if abs(got - wanted) > NEAR + STEPS * error:
+            far.append(k)
+    observed = ", ".join(texts)
+    if far:
+        low = all(served[k] < a.predicted[k] for k in far)
+        return Finding(
+            "fail", f"{observed}: position {far[0]} is far {'below' if low else 'above'}", f"within {NEAR} and chance"
+        )
+    return Finding(
+        "pass", observed, f"within {NEAR} and chance; predicted = validation x coverage {coverage:.2f} per position"
+    )
+
+
+@check(
+    "served.lossless",
+    "Greedy output is the same with and without the draft",
+    bridge=BRIDGE,
+    needs=("served",),
+    why="SafeAILab/EAGLE#50: benchmark quality fell with speculative decoding, from a bug in accepting drafts.",
+    remedy="evaluate in float32, where rounding breaks no ties; what still differs is a bug of the server",
+)
+def lossless(a: Artefacts) -> Finding:
+    """Responses that differ in any token."""
+    same, prompts = a.served.get("identical_outputs"), a.served.get("prompts")
+    observed = f"{same} of {prompts} responses identical ({a.served.get('dtype')})"
+    if a.served.get("lossless"):
+        return Finding("pass", observed, "all")
+    # On GPUs in bfloat16 batches of different shapes round differently: 1 to 3% of greedy responses part ways.
+    rounding = a.served.get("dtype") != "float32" and same and same >= 0.9 * prompts
+    return Finding(
+        "warn" if rounding else "fail", observed, "all", "rounding may part ways in bfloat16" if rounding else ""
+    )
+
+
+@check(
+    "served.coverage",
+    "Held-out responses are in the draft vocabulary",
+    bridge=BRIDGE,
+    needs=("served",),
+    why="MiaAI-Lab/Qwen3.8-Flash-Next-Single-DGX-Spark#43: what the draft vocabulary lacks is never accepted.",
+    remedy="raise build_vocab_mapping.draft_vocab_size, or train on more data of that kind",
+)
+def coverage(a: Artefacts) -> Finding:
+    """Share of the tokens of the held-out responses that the draft can propose."""
+    from eagle3nb.bridges.build_vocab_mapping import COVERS, HARDLY
+
+    share = a.served.get("draft_vocab_coverage")
+    if share is None:
+        return Finding("skip", "not measured", f"{COVERS:.0%} and more")
+    verdict = "pass" if share >= COVERS else "warn" if share >= HARDLY else "fail"
+    return Finding(verdict, f"{share:.3f}", f"{COVERS:.0%} and more")
+
+
+@check(
+    "served.useful",
+    "The draft is accepted at all",
+    bridge=BRIDGE,
+    needs=("served",),
+    why="sgl-project/sglang#27908: an acceptance length of exactly 1.00 meant that lm_head was random.",
+    remedy="run `eagle3nb check` on the checkpoint with --verifier; then look at the training curves",
+)
+def useful(a: Artefacts) -> Finding:
+    """Acceptance length: 1.00 is a draft that is never right."""
+    length = float(a.served["acceptance_length"])
+    nothing = (a.predicted or [0])[0] < 0.02
+    verdict = "pass" if length > 1.02 else "skip" if nothing else "fail"
+    return Finding(verdict, f"{length:.2f} tokens a step", "above 1.02")

@@ -1,0 +1,447 @@
+"""The draft: does its config say what trainer and server must know, are its tables the verifier's?"""
+
+import math
+from typing import Any
+
+import torch
+
+from eagle3nb.bridges.artefacts import Artefacts
+from eagle3nb.bridges.registry import Finding, check
+from eagle3nb.verifier import GEMMA_STYLE_NORM
+
+BRIDGE = "train"
+# Cosine of a draft's rows with the verifier's. speculators freezes both tables: 1.0 (SmolLM2, tiny Llama, bf16 copies).
+# Tables that were trained further stay near 1; rows of other tokens or random ones are near 0 (SmolLM2's rows among
+# each other: 0.1).
+LIKE, UNLIKE = 0.99, 0.5
+LAYER_TENSORS = (
+    "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight", "hidden_norm.weight",
+)  # fmt: skip
+
+
+# ---- layers --------------------------------------------------------------------------------------------------
+
+
+@check(
+    "draft.layer_ids",
+    "The config names its auxiliary layers",
+    bridge=BRIDGE,
+    needs=("draft",),
+    why="vllm-project/vllm#50170: no layers were named, the server guessed them, and acceptance was 1.2%.",
+    remedy="write eagle_aux_hidden_state_layer_ids, the inputs of layer k, as the hidden states were captured",
+)
+def layer_ids(a: Artefacts) -> Finding:
+    """Presence and form of eagle_aux_hidden_state_layer_ids, at the top or in eagle_config."""
+    ids, expected = a.draft.layer_ids, "a list of layer ids"
+    if ids is None:
+        return Finding("fail", "absent: a server guesses [2, n/2, n-3], and guesses alone", expected)
+    good = isinstance(ids, list) and ids and all(type(i) is int for i in ids)
+    return Finding("pass" if good else "fail", str(ids)[:80], expected)
+
+
+@check(
+    "draft.layer_range",
+    "Auxiliary layers exist in the verifier",
+    bridge=BRIDGE,
+    needs=("draft", "verifier"),
+    why="sgl-project/sglang#32334: of three layers only two were captured, and the draft's input had the wrong width.",
+    remedy="name different layers below the verifier's number of layers, in rising order",
+)
+def layer_range(a: Artefacts) -> Finding:
+    """Ids against the verifier's number of layers."""
+    ids, n = _ids(a), a.verifier.num_layers
+    if ids is None:
+        return Finding("skip", "no layer ids: see draft.layer_ids", f"0 to {n - 1}")
+    good = ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < n
+    return Finding("pass" if good else "fail", f"{ids} of {n} layers", f"different, rising, 0 to {n - 1}")
+
+
+@check(
+    "draft.layers_of_store",
+    "The draft was trained on the layers it names",
+    bridge=BRIDGE,
+    needs=("draft", "layer_ids"),
+    why="sgl-project/sglang#25454: served layers one off the trained ones cost about 0.10 in acceptance "
+    "length, on Kimi-K2.5.",
+    remedy="write the store's auxiliary layer ids into the config; ids that mean outputs are one less for the "
+    "same state",
+)
+def layers_of_store(a: Artefacts) -> Finding:
+    """Ids against the store's, one less or more all through named as the other convention."""
+    ids, stored = _ids(a), a.layer_ids[:-1]
+    if ids is None:
+        return Finding("skip", "no layer ids: see draft.layer_ids", str(stored))
+    if ids == stored:
+        return Finding("pass", str(ids), str(stored))
+    steps = {i - s for i, s in zip(ids, stored, strict=False)} if len(ids) == len(stored) else set()
+    why = {
+        -1: ": the convention of layer outputs (SGLang, SpecForge, speculators 0.3); here ids mean inputs",
+        1: ": one more than captured, as if the store counted outputs",
+    }.get(steps.pop() if len(steps) == 1 else 0, "")
+    return Finding("fail", f"{ids}{why}", str(stored))
+
+
+@check(
+    "draft.fc_width",
+    "fc takes as many states as layers are named",
+    bridge=BRIDGE,
+    needs=("draft", "tensors"),
+    why="sgl-project/sglang#32334: fc met 5760 values where it expected 8640.",
+    remedy="name exactly the layers that fc was trained on",
+)
+def fc_width(a: Artefacts) -> Finding:
+    """Shape of fc.weight against layer ids and the verifier's hidden size."""
+    fc = a.tensors.get("fc.weight")
+    if fc is None or len(fc.shape) != 2:
+        return Finding(
+            "fail",
+            "no fc.weight" if fc is None else f"fc.weight {list(fc.shape)}",
+            "fc.weight [hidden, layers x hidden]",
+        )
+    target = a.verifier.hidden_size if a.verifier else (a.draft.config.get("target_hidden_size") or a.draft.hidden_size)
+    count = len(_ids(a) or a.layer_ids[:-1] if _ids(a) or a.layer_ids else [0, 0, 0])
+    expected = f"[{a.draft.hidden_size}, {count} x {target} = {count * target}]"
+    if list(fc.shape) == [a.draft.hidden_size, count * target]:
+        return Finding("pass", str(list(fc.shape)), expected)
+    layers = fc.shape[1] / max(1, target)
+    hint = f": {layers:.0f} layers" if layers == int(layers) else ": no multiple of the hidden size"
+    return Finding("fail", f"{list(fc.shape)}{hint}", expected)
+
+
+def _ids(a: Artefacts) -> list[int] | None:
+    ids = a.draft.layer_ids
+    return ids if isinstance(ids, list) and ids and all(type(i) is int for i in ids) else None
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------
+
+
+@check(
+    "draft.key_names",
+    "Tensors have the names a server loads",
+    bridge=BRIDGE,
+    needs=("draft", "tensors"),
+    why="vllm-project/speculators#1114: keys that do not match (midlayer against layers.0) left random "
+    "weights behind, with a warning at most.",
+    remedy="rename the tensors (`eagle3nb export`), or load them with the tool they were written for",
+)
+def key_names(a: Artefacts) -> Finding:
+    """Names of the decoder layer's tensors: all of layers.k, none of another naming."""
+    names, expected = set(a.tensors), "layers.0.* with attention, MLP and hidden_norm"
+    other = sorted(n for n in names if n.startswith(("midlayer.", "model.", "draft_model.", "module.")))
+    if other:
+        prefix = other[0].split(".")[0]
+        return Finding(
+            "fail",
+            f"{len(other)} tensors are named {prefix}.*: a server for layers.* skips them without a word",
+            expected,
+        )
+    count = int(a.draft.transformer.get("num_hidden_layers") or 1)
+    missing = [f"layers.{k}.{t}" for k in range(count) for t in LAYER_TENSORS if f"layers.{k}.{t}" not in names
+               and not (k and t == "hidden_norm.weight")]  # fmt: skip
+    if missing:
+        return Finding("fail", f"{len(missing)} missing, such as {missing[0]}", expected)
+    return Finding("pass", f"{len(names)} tensors", expected)
+
+
+@check(
+    "draft.norms",
+    "Norm flags and norm weights go together",
+    bridge=BRIDGE,
+    needs=("draft", "tensors"),
+    why="vllm-project/vllm#38111: norm_before_fc was not carried over, the trained norm was skipped, and "
+    "acceptance fell.",
+    remedy="set the flags to what was trained: norm_before_fc has input_norm, fc_norm has fc_norm.k",
+)
+def norms(a: Artefacts) -> Finding:
+    """norm_before_fc with input_norm.weight, fc_norm with fc_norm.k.weight, norm.weight always."""
+    names, wrong = set(a.tensors), []
+    has_input, has_fc = "input_norm.weight" in names, any(n.startswith("fc_norm.") for n in names)
+    for flag, there, name in (("norm_before_fc", has_input, "input_norm.weight"), ("fc_norm", has_fc, "fc_norm.*")):
+        wanted = bool(a.draft.field(flag))
+        if wanted and not there:
+            wrong.append(f"{flag} is true, but there is no {name}: it stays at its initial value")
+        if there and not wanted:
+            wrong.append(f"{name} is there, but {flag} is not true: a server skips the trained norm")
+    if "norm.weight" not in names:
+        wrong.append("no norm.weight")
+    return Finding("fail" if wrong else "pass", "; ".join(wrong) or "they do", "each flag with its weights")
+
+
+@check(
+    "draft.norm_before_residual",
+    "norm_before_residual is written down",
+    bridge=BRIDGE,
+    needs=("draft",),
+    why="vllm-project/vllm#25961: absent means true to vLLM and false to speculators' config class.",
+    remedy="write norm_before_residual as it was trained",
+)
+def norm_before_residual(a: Artefacts) -> Finding:
+    """Presence of the one flag whose absence trainer and server read differently."""
+    value = a.draft.field("norm_before_residual")
+    legacy = "speculators_model_type" not in a.draft.config
+    if value is None and legacy:
+        return Finding("warn", "absent: true to vLLM, false to speculators", "true or false")
+    return Finding("pass" if isinstance(value, bool) else "fail", str(value), "true or false")
+
+
+@check(
+    "draft.embedding",
+    "The draft's embedding is the verifier's",
+    bridge=BRIDGE,
+    needs=("draft", "tensors", "verifier"),
+    why="lightseekorg/TorchSpec#38: a freshly initialised embedding was exported in place of the trained one.",
+    remedy="copy the verifier's embedding into the checkpoint",
+)
+def embedding(a: Artefacts) -> Finding:
+    """Cosine of 256 rows of embed_tokens with the verifier's at the same ids."""
+    if "embed_tokens.weight" not in a.tensors:
+        return Finding("pass", "none in the checkpoint: a server takes the verifier's", "the verifier's rows")
+    mine, theirs = a.draft.tensor("embed_tokens.weight"), a.verifier.weight("embed_tokens")
+    if mine.shape != theirs.shape:
+        return Finding("fail", f"{list(mine.shape)}", f"{list(theirs.shape)}")
+    rows = torch.linspace(0, len(mine) - 1, 256).long()
+    return _alike(mine[rows], theirs[rows], "the verifier's rows")
+
+
+@check(
+    "draft.lm_head",
+    "lm_head rows are the verifier's at the mapped ids",
+    bridge=BRIDGE,
+    needs=("draft", "tensors", "verifier"),
+    why="sgl-project/sglang#27908: a missing lm_head was left at random, without a warning, and acceptance "
+    "length was 1.00.",
+    remedy="take the verifier's rows at i + d2t[i]; speculators keeps them frozen",
+)
+def lm_head(a: Artefacts) -> Finding:
+    """Cosine of 256 rows of lm_head with the verifier's at i + d2t[i]; where they differ, at other readings of d2t."""
+    if "lm_head.weight" not in a.tensors:
+        return Finding("fail", "no lm_head.weight: a server leaves its own at random", "the verifier's mapped rows")
+    mine, theirs = a.draft.tensor("lm_head.weight"), a.verifier.weight("lm_head")
+    expected = "the verifier's rows at i + d2t[i]"
+    if mine.dim() != 2 or mine.shape[1] != theirs.shape[1] or len(mine) != a.draft.vocab_size:
+        return Finding("fail", f"{list(mine.shape)}", f"[{a.draft.vocab_size}, {theirs.shape[1]}]")
+    rows = torch.linspace(0, len(mine) - 1, 256).long()
+    d2t = a.draft.tensor("d2t").flatten().long() if "d2t" in a.tensors else torch.zeros(len(mine), dtype=torch.long)
+    if len(d2t) != len(mine):
+        return Finding("fail", f"{len(mine)} rows, d2t has {len(d2t)} entries", expected)
+    found = _alike(mine[rows], _rows(theirs, rows + d2t[rows]), expected)
+    if found.verdict == "pass":
+        return found
+    for text, ids in (("d2t read as ids", d2t[rows]), ("the first rows of the vocabulary, unmapped", rows)):
+        if _alike(mine[rows], _rows(theirs, ids), expected).verdict == "pass":
+            return Finding("fail", f"they are {text}", expected)
+    run = a.mapping.targets if a.mapping is not None else rows[:0]
+    if len(run) == len(mine) and _alike(mine[rows], _rows(theirs, run[rows]), expected).verdict == "pass":
+        return Finding("pass", "those of the run's mapping; its own d2t is another: see draft.d2t", expected)
+    return found
+
+
+def _rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of a table; zeros where an id lies outside."""
+    inside = (ids >= 0) & (ids < len(table))
+    return table[ids.clamp(0, len(table) - 1)].float() * inside[:, None]
+
+
+def _alike(mine: torch.Tensor, theirs: torch.Tensor, expected: str) -> Finding:
+    cosine = torch.nn.functional.cosine_similarity(mine.float(), theirs.float()).nan_to_num()
+    share, middle = float((cosine >= LIKE).float().mean()), float(cosine.median())
+    if share >= LIKE:
+        return Finding("pass", f"{share:.0%} of 256 rows equal, median cosine {middle:.3f}", expected)
+    what = "trained further" if middle > UNLIKE else "random, or rows of other tokens"
+    return Finding("warn" if middle > UNLIKE else "fail", f"median cosine {middle:.2f}: {what}", expected)
+
+
+@check(
+    "draft.d2t",
+    "A reduced vocabulary comes with its d2t",
+    bridge=BRIDGE,
+    needs=("draft", "tensors"),
+    why="NVIDIA-NeMo/Automodel#2447: the mapping lay in a file beside, vLLM took draft ids for verifier ids, "
+    "and acceptance collapsed.",
+    remedy="save d2t in the checkpoint: vLLM reads only that, and takes a missing one as identity without a word",
+)
+def d2t(a: Artefacts) -> Finding:
+    """Presence of d2t where the draft vocabulary is smaller than the verifier's, and equality with the mapping."""
+    full = a.verifier.vocab_size if a.verifier else int(a.draft.transformer.get("vocab_size") or 0)
+    expected = f"d2t [{a.draft.vocab_size}]"
+    if "d2t" not in a.tensors:
+        if a.draft.vocab_size >= full:
+            return Finding("pass", "full vocabulary, none needed", expected)
+        return Finding("fail", f"none, with {a.draft.vocab_size:,} of {full:,} tokens", expected)
+    mine = a.draft.tensor("d2t").flatten().long()
+    if len(mine) != a.draft.vocab_size:
+        return Finding("fail", f"[{len(mine)}]", expected)
+    if a.mapping is not None and a.mapping.d2t is not None and not torch.equal(mine, a.mapping.d2t.flatten().long()):
+        return Finding("fail", "not the mapping's: the draft was trained with another", "the mapping's d2t")
+    targets = torch.arange(len(mine)) + mine
+    if bool((targets[1:] <= targets[:-1]).any()) or int(targets[0]) < 0 or (full and int(targets[-1]) >= full):
+        return Finding("fail", "i + d2t[i] is not rising within the vocabulary: ids in place of offsets?", expected)
+    return Finding("pass", f"[{len(mine)}]", expected)
+
+
+@check(
+    "draft.finite",
+    "All weights are finite",
+    bridge=BRIDGE,
+    needs=("draft", "tensors"),
+    why="z-lab/dflash#115: one norm weight became NaN after 240 steps, and every output with it.",
+    remedy="go back to an earlier checkpoint and a lower learning rate",
+)
+def finite(a: Artefacts) -> Finding:
+    """Tensors with NaN or Inf."""
+    wrong = []
+    for name, entry in a.tensors.items():
+        if entry.dtype in ("BF16", "F16", "F32", "F64"):
+            tensor = a.draft.tensor(name)
+            if bad := int((~tensor.isfinite()).sum()):
+                wrong.append(f"{name}: {bad:,} of {tensor.numel():,}")
+    return Finding(
+        "fail" if wrong else "pass", "; ".join(wrong[:3]) or f"{len(a.tensors)} tensors", "none with NaN or Inf"
+    )
+
+
+# ---- config against the verifier ----------------------------------------------------------------------------
+
+
+@check(
+    "draft.sizes",
+    "Hidden size and vocabulary are the verifier's",
+    bridge=BRIDGE,
+    needs=("draft", "verifier"),
+    why="vllm-project/speculators#1081: unintended vocabularies led to mismatched sizes.",
+    remedy="write the config from the verifier's (the train stage does)",
+)
+def sizes(a: Artefacts) -> Finding:
+    """hidden_size, vocab_size and draft_vocab_size against the verifier and the mapping."""
+    transformer, wrong = a.draft.transformer, []
+    for name, wanted in (("hidden_size", a.verifier.hidden_size), ("vocab_size", a.verifier.vocab_size)):
+        if transformer.get(name) != wanted:
+            wrong.append(f"{name} {transformer.get(name)} instead of {wanted}")
+    if a.mapping is not None and a.draft.vocab_size != a.mapping.size:
+        wrong.append(f"draft_vocab_size {a.draft.vocab_size} instead of the mapping's {a.mapping.size}")
+    good = f"hidden {a.draft.hidden_size}, vocabulary {transformer.get('vocab_size')}, draft {a.draft.vocab_size}"
+    return Finding("fail" if wrong else "pass", "; ".join(wrong) or good, "the verifier's")
+
+
+@check(
+    "draft.rope_theta",
+    "The rotary base is the verifier's",
+    bridge=BRIDGE,
+    needs=("draft", "verifier"),
+    why="vllm-project/speculators#574: a converter dropped parts of the rotary settings, and drafts got "
+    "default positions.",
+    remedy="copy rope_theta from the verifier; allow this check where another base was trained on purpose",
+)
+def rope_theta(a: Artefacts) -> Finding:
+    """rope_theta of both configs, in rope_parameters or beside them."""
+    mine, theirs = _rope(a.draft.transformer), _rope(_verifier_fields(a))
+    found, wanted = mine.get("rope_theta"), theirs.get("rope_theta")
+    if found is None:
+        return Finding("fail", "absent: a default of 10,000 is taken", f"{wanted:g}")
+    return Finding("pass" if found == wanted else "fail", f"{found:g}", f"{wanted:g}")
+
+
+@check(
+    "draft.rope_scaling",
+    "Rotary scaling is the verifier's",
+    bridge=BRIDGE,
+    needs=("draft", "verifier"),
+    why="vllm-project/speculators#574: rope_scaling was dropped for verifiers that scale their positions.",
+    remedy="copy the rotary scaling from the verifier; allow this check where the draft was trained without on purpose",
+)
+def rope_scaling(a: Artefacts) -> Finding:
+    """rope type, factor and the rest of the scaling of both configs."""
+    mine, theirs = _rope(a.draft.transformer), _rope(_verifier_fields(a))
+    keys = [
+        k
+        for k in {**theirs, **mine}
+        if (k != "rope_theta" and theirs.get(k) is not None) or (k in mine and k != "rope_theta")
+    ]
+    differ = [
+        f"{k} {mine.get(k)!r} instead of {theirs.get(k)!r}" for k in sorted(set(keys)) if mine.get(k) != theirs.get(k)
+    ]
+    return Finding(
+        "fail" if differ else "pass",
+        "; ".join(differ)[:200] or f"{mine.get('rope_type')}",
+        f"{theirs.get('rope_type')}",
+    )
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings in one form: transformers 5 keeps them in rope_parameters, older configs beside each other."""
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if "rope_theta" not in found and config.get("rope_theta") is not None:
+        found["rope_theta"] = config["rope_theta"]
+    found["rope_type"] = found.get("rope_type") or found.pop("type", None) or "default"
+    found.pop("type", None)
+    return found
+
+
+def _verifier_fields(a: Artefacts) -> dict[str, Any]:
+    return a.verifier.config.to_dict()
+
+
+@check(
+    "draft.max_positions",
+    "The draft reaches as far as the verifier",
+    bridge=BRIDGE,
+    needs=("draft", "verifier"),
+    why="vllm-project/vllm#48894: a draft made for 2048 positions crashed the server at longer prompts.",
+    remedy="copy max_position_embeddings from the verifier",
+)
+def max_positions(a: Artefacts) -> Finding:
+    """max_position_embeddings of both configs."""
+    mine, theirs = a.draft.transformer.get("max_position_embeddings"), a.verifier.config.max_position_embeddings
+    good = isinstance(mine, int) and mine >= theirs
+    return Finding("pass" if good else "fail", str(mine), f"at least {theirs}")
+
+
+@check(
+    "draft.rms_eps",
+    "rms_norm_eps is the verifier's",
+    bridge=BRIDGE,
+    needs=("draft", "verifier"),
+    why="meta-llama/llama#771: an eps of 1e-6 where 1e-5 was trained made greedy answers visibly worse.",
+    remedy="copy rms_norm_eps: speculators applies the verifier's final norm with the draft's eps",
+)
+def rms_eps(a: Artefacts) -> Finding:
+    """rms_norm_eps of both configs."""
+    mine, theirs = a.draft.transformer.get("rms_norm_eps"), a.verifier.norm_eps
+    good = isinstance(mine, int | float) and math.isclose(mine, theirs, rel_tol=1e-3)
+    return Finding("pass" if good else "fail", "absent" if mine is None else f"{mine:.3g}", f"{theirs:.3g}")
+
+
+@check(
+    "draft.final_norm",
+    "The draft's targets were computed with the verifier's norm",
+    bridge=BRIDGE,
+    needs=("draft", "verifier"),
+    why="vllm-project/speculators#1090: targets were computed with gain w where the verifier has 1 + w.",
+    remedy="train with a trainer that applies x * (1 + w)",
+)
+def final_norm(a: Artefacts) -> Finding:
+    """Whether the verifier's model type multiplies by 1 + w, which speculators 0.9 does not do for EAGLE-3."""
+    kind = a.verifier.config.model_type
+    gemma = kind in GEMMA_STYLE_NORM
+    return Finding("fail" if gemma else "pass", f"{kind}: x * {'(1 + w)' if gemma else 'w'}", "x * w")
+
+
+@check(
+    "draft.tied_embeddings",
+    "The draft's lm_head is not tied to its embedding",
+    bridge=BRIDGE,
+    needs=("draft",),
+    why="sgl-project/SpecForge#140: tied embeddings in a draft's config forced the reduced lm_head into the "
+    "embedding's shape.",
+    remedy="set tie_word_embeddings to false in the draft's config, also where the verifier's are tied",
+)
+def tied_embeddings(a: Artefacts) -> Finding:
+    """tie_word_embeddings of the draft, at the top and in its decoder config."""
+    places = {"at the top": a.draft.config, "in the decoder's config": a.draft.transformer}
+    tied = [where for where, config in places.items() if config.get("tie_word_embeddings")]
+    reduced = a.draft.vocab_size < int(a.draft.transformer.get("vocab_size") or 0)
+    if tied and reduced:
+        return Finding("fail", f"true {tied[0]}, with a reduced vocabulary", "false")
+    return Finding("pass", f"true {tied[0]}, with the full vocabulary" if tied else "false", "false")
