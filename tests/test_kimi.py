@@ -33,7 +33,7 @@ def test_no_check_fails_and_the_semantic_ones_pass(kimi_run):
     entries = [entry for name in STAGES for entry in read_json(stage.folder(kimi_run, name) / "checks.json", [])]
     assert not [(entry["id"], entry["observed"]) for entry in entries if entry["verdict"] == "fail"]
     passed = {entry["id"] for entry in entries if entry["verdict"] == "pass"}
-    assert {"samples.target_agreement", "samples.layer_identity", "samples.last_state"} <= passed
+    assert {"samples.target_agreement", "samples.layers", "samples.shift", "samples.last_state"} <= passed
 
 
 def test_every_column_is_the_layer_it_is_called(kimi_run):
