@@ -40,7 +40,7 @@ def run(
         raise Refused(f"{destination} is there already; give a new directory")
     is_run = (source / "run.json").is_file() or stage.folder(source, "train").is_dir()
     checkpoint = draft.of_run(source) if is_run else draft.of_run(source, str(source))
-    config = draft.config(checkpoint)
+    config = _without_paths(draft.config(checkpoint))
     old = "sglang" if draft_config.is_legacy(config) else "vllm"
     name = verifier or _verifier_name(source if is_run else None, config)
     if old == "vllm":
@@ -64,6 +64,15 @@ def run(
     say(f"auxiliary layers: inputs of layers {ids}; written as {other} of layers: {_written(converted.config)}")
     say(f"verifier: {name or 'not named'}; {len(tensors)} tensors, unchanged but for their names")
     return destination
+
+
+def _without_paths(value: Any) -> Any:
+    """A config whose absolute paths, wherever they stand, are cut to their last part."""
+    if isinstance(value, dict):
+        return {key: _without_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(inner) for inner in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
 
 
 def _convert(config: dict[str, Any], old: str, target: str, name: str | None) -> draft_config.Converted:

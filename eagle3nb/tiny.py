@@ -85,9 +85,6 @@ def llama(folder: Path, seed: int = 0, steps: int = 0, **changes: Any) -> Path:
     } | changes  # fmt: skip
     torch.manual_seed(seed)
     words, model = tokenizer(), LlamaForCausalLM(LlamaConfig(**config))
-    # As in real models: with a weight of ones, a norm left out or applied twice would change no prediction.
-    if steps:
-        torch.nn.init.uniform_(model.model.norm.weight, 0.2, 3.0)
     _teach(model, words, steps)
     model.to(torch.bfloat16).save_pretrained(folder)
     words.save_pretrained(folder)
@@ -189,6 +186,8 @@ def _teach(model: Any, words: Any, steps: int) -> None:
 
     if not steps:
         return
+    # As in real models: with a weight of ones, a norm left out or applied twice would change no prediction.
+    torch.nn.init.uniform_(model.model.norm.weight, 0.2, 3.0)
     texts = [row["messages"][0]["content"] for row in read_source("builtin:train_prompts")]
     chats = [[{"role": "user", "content": t}, {"role": "assistant", "content": t}] for t in texts]
     stream = torch.tensor([i for chat in chats for i in words.apply_chat_template(chat, return_dict=False)])

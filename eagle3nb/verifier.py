@@ -13,7 +13,6 @@ The text part of a nested (multimodal) config is what counts here: hidden size, 
 
 import hashlib
 import importlib.util
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -146,7 +145,7 @@ class Verifier:
     @cached_property
     def config(self) -> Any:
         """The text config (a transformers config object), taken out of a multimodal one where needed."""
-        from transformers import AutoConfig, PreTrainedConfig
+        from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
         file, section = self.config_file, self._text_json
         if not any(name in section for name in LAYER_FIELDS):
@@ -157,20 +156,27 @@ class Verifier:
         try:
             whole = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         except Exception as error:  # transformers raises many types
-            if "auto_map" in self._json and not self.trust_remote_code:
+            model_type = self._json.get("model_type")
+            if model_type not in CONFIG_MAPPING and not self.trust_remote_code:
+                if "auto_map" not in self._json:
+                    return PreTrainedConfig.from_dict(section)  # no class knows it: its fields as they are
                 raise Refused(
-                    f"{file}: transformers does not know model type {self._json.get('model_type')!r}, and the code "
-                    "that comes with it is not run; read it, then set preflight.trust_remote_code: true"
+                    f"{file}: transformers does not know model type {model_type!r}, and the code that comes with it is "
+                    "not run; read it, then set preflight.trust_remote_code: true"
                 ) from error
-            if self._json.get("model_type") and "model type" in str(error):
-                return PreTrainedConfig.from_dict(section)  # no class of its own: its fields as they are
             raise Refused(f"{file}: transformers refuses it ({' '.join(str(error).split())[:300]})") from error
         text = whole.get_text_config()
         return PreTrainedConfig.from_dict(section) if text is whole and self.text_section else text
 
+    def _number(self, name: str) -> int:
+        value = getattr(self.config, name, None)
+        if not isinstance(value, int):
+            raise Refused(f"{self.config_file}: wanted a number as {name} in {self.text_section or 'the top level'}")
+        return value
+
     @property
     def hidden_size(self) -> int:
-        return self.config.hidden_size
+        return self._number("hidden_size")
 
     @property
     def num_layers(self) -> int:
@@ -178,7 +184,7 @@ class Verifier:
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        return self._number("vocab_size")
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -207,7 +213,9 @@ class Verifier:
         """Ids that end a response: of the generation config, the config and the tokenizer."""
         found: list[int] = []
         generation = self.path / "generation_config.json"
-        declared = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
+        declared = None
+        if generation.is_file():
+            declared = read_json_object(generation, "a generation config").get("eos_token_id")
         for value in (declared, getattr(self.config, "eos_token_id", None), self.tokenizer.eos_token_id):
             for token in value if isinstance(value, list) else [value]:
                 if token is not None and token not in found:
@@ -247,7 +255,8 @@ class Verifier:
         yield "padding", "embedding rows without a token", rows - len(self.tokenizer)
         formula = "x · (1 + w)" if self.config.model_type in GEMMA_STYLE_NORM else "x · w"
         yield "final norm", f"{at}.{self._eps_field}", f"RMS, {formula}, eps {self.norm_eps:g}"
-        yield "rope", f"{at}", getattr(self.config, "rope_parameters", None)
+        rope = "rope_parameters" if "rope_parameters" in self._text_json else "rope_theta"
+        yield "rope", f"{at}.{rope}", getattr(self.config, "rope_parameters", None)
         yield "attention", at, "MLA" if self.uses_mla else "ordinary"
         for role in ROLES:
             key = self.key(role)
@@ -261,7 +270,7 @@ class Verifier:
         A sharded checkpoint is known by its index, so it is the same one however many shards are there yet.
         """
         index = self.weights.index
-        files = sorted(self.path.glob("*.safetensors"))
+        files = sorted(self.path / name for name in set(self.weights.files.values()))
         return {
             "config_sha256": sha256_file(self.path / "config.json"),
             "tokenizer_sha256": self._hash("tokenizer.json", "tokenizer.model", "tiktoken.model"),

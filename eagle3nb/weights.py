@@ -71,7 +71,8 @@ class Weights:
     @cached_property
     def index(self) -> Path | None:
         """The index of a sharded checkpoint."""
-        return next(iter([f for f in [self.folder / INDEX] if f.is_file()]), None)
+        file = self.folder / INDEX
+        return file if file.is_file() else None
 
     @cached_property
     def files(self) -> dict[str, str]:
@@ -82,6 +83,8 @@ class Weights:
                 raise Refused(f"{self.index}: wanted a weight_map of tensor names, found {type(found).__name__}")
             return found
         found = {}
+        if self.fetch and not any(self.folder.glob("*.safetensors")):
+            self.fetch("model.safetensors")  # no index: a small model in one file
         for file in sorted(self.folder.glob("*.safetensors")):
             with open_safetensors(file) as handle:
                 found |= dict.fromkeys(handle.keys(), file.name)

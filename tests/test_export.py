@@ -62,6 +62,8 @@ def test_to_sglang_and_back_is_equal(checkpoint, tmp_path):
 
 def test_no_path_stays_and_the_layers_are_stated(checkpoint, tmp_path, capsys):
     arguments = ["export", str(checkpoint), "--to", "sglang", str(tmp_path / "x"), "--verifier", "somebody/Verifier-8B"]
+    inside = {"transformer_layer_config": CONFIG["transformer_layer_config"] | {"_name_or_path": "/models/some/x"}}
+    (checkpoint / "config.json").write_text(json.dumps(CONFIG | inside))
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "inputs of layers [2, 4, 6]; written as outputs of layers: [1, 3, 5]" in out

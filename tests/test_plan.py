@@ -139,7 +139,7 @@ def test_arguments_in_params_files_are_known_to_vllm_and_speculators():
         assert set(chosen.train.trainer_args) <= set(CONFIG_DESTS)
 
 
-COMMAND = re.compile(r"eagle3nb (?:run|plan) +(params/\S+)((?: +-p \S+)*)")
+COMMAND = re.compile(r"eagle3nb (?:run|plan) +(params/[\w.-]+\.yaml)((?: +-p \S+)*)")
 
 
 @pytest.mark.parametrize(

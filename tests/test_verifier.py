@@ -161,6 +161,9 @@ def test_one_line_for_each_broken_file(tmp_path, verifier_dir):
 
     layerless = config_in(tmp_path / "a", **{k: v for k, v in LLAMA.items() if k != "num_hidden_layers"})
     assert "config.json: wanted the number of layers (num_hidden_layers or" in message(lambda: layerless.config)
+    (tmp_path / "a" / "config.json").write_text(json.dumps(LLAMA | {"model_type": "new", "vocab_size": "many"}))
+    sizeless = verifiers.resolve(str(tmp_path / "a"))
+    assert "wanted a number as vocab_size in the top level" in message(lambda: sizeless.vocab_size)
     (tmp_path / "a" / "config.json").write_text("{broken")
     broken = verifiers.resolve(str(tmp_path / "a"))
     assert "config.json: wanted the JSON of a model config" in message(lambda: broken.config)
