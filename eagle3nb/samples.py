@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,19 +60,32 @@ class Store:
 
     # ---- writing -------------------------------------------------------------------------------------------
 
-    def begin(self, declaration: Declaration) -> Path | None:
-        """Open the store for writing. A store that declares something else is moved aside, its new path returned."""
+    def begin(self, declaration: Declaration, mine: Iterable[int] | None = None) -> Path | None:
+        """Open the store for writing. A store that declares something else is moved aside, its new path returned.
+
+        Several processes may write into one store at once, each its own samples (``mine``; None: all).
+        """
         wanted = json.loads(json.dumps(asdict(declaration)))
-        found = read_json(self.folder / "store.json")
-        moved = None
-        if found is not None and {key: found.get(key) for key in wanted} != wanted:
-            moved = move_aside(self.folder)
-        self.hidden_states_dir.mkdir(parents=True, exist_ok=True)
-        for left_over in self.hidden_states_dir.glob(".*.tmp"):  # of a killed run
-            left_over.unlink()
-        if found is None or moved:
-            write_json(self.folder / "store.json", wanted | {"count": None})
+        with self._one_process():
+            found = read_json(self.folder / "store.json")
+            moved = None
+            if found is not None and {key: found.get(key) for key in wanted} != wanted:
+                moved = move_aside(self.folder)
+            self.hidden_states_dir.mkdir(parents=True, exist_ok=True)
+            if found is None or moved:
+                write_json(self.folder / "store.json", wanted | {"count": None})
+        own = None if mine is None else {self.sample_path(i).name for i in mine}
+        for left_over in self.hidden_states_dir.glob(".hs_*.tmp"):  # of a killed run
+            if own is None or ".".join(left_over.name.split(".")[1:3]) in own:
+                left_over.unlink()
         return moved
+
+    def _one_process(self) -> Any:
+        """A lock for what only one of several writing processes may do at a time."""
+        from filelock import FileLock
+
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(self.folder.with_name(f".{self.folder.name}.lock"))
 
     def write(self, i: int, hidden_states: torch.Tensor, token_ids: list[int]) -> None:
         """Write sample i: ``hidden_states`` [seq, layers, hidden], ``token_ids`` of the same seq."""
@@ -86,8 +99,12 @@ class Store:
             handle.write(line + "\n")
             handle.flush()
 
-    def finish(self, rows: list[dict[str, Any]]) -> None:
-        """Write samples.jsonl in order, the arrow dataset (one row per sample) and, last, store.json."""
+    def finish(self, rows: list[dict[str, Any]], **notes: Any) -> None:
+        """Write samples.jsonl in order, the arrow dataset (one row per sample) and, last, store.json with ``notes``."""
+        with self._one_process():
+            self._finish(rows, notes)
+
+    def _finish(self, rows: list[dict[str, Any]], notes: dict[str, Any]) -> None:
         from datasets import Dataset, Features, Sequence, Value
 
         known = {row["i"]: row for row in read_jsonl(self.folder / "samples.jsonl")}
@@ -108,7 +125,7 @@ class Store:
         temporary.rmdir()
         totals = {"count": len(rows), "tokens": sum(row["seq_len"] for row in rows)}
         totals["samples_sha256"] = sha256_file(self.folder / "samples.jsonl")
-        write_json(self.folder / "store.json", read_json(self.folder / "store.json") | totals)
+        write_json(self.folder / "store.json", read_json(self.folder / "store.json") | totals | notes)
 
     # ---- reading -------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ untrusted. `save_plot` leaves the picture and the numbers behind it in the stage
 """
 
 import html
+import io
 import json
 import math
 import re
@@ -179,7 +180,7 @@ def checks(entries: Iterable[Mapping[str, Any]]) -> Html:
     rows = [
         (
             Html(f'<span title="{html.escape(entry["title"])}">{html.escape(entry["id"])}</span>', entry["id"]),
-            badge(entry["verdict"]),
+            _verdict(entry),
             number(entry["observed"]),
             number(entry["expected"]),
             entry["advice"] if entry["verdict"] != "pass" else "",
@@ -210,6 +211,11 @@ def checks_text(entries: Iterable[Mapping[str, Any]], width: int = 100) -> str:
     return "\n".join([*lines, "", total])
 
 
+def _verdict(entry: Mapping[str, Any]) -> Html:
+    mark = badge(entry["verdict"])
+    return Html(f"{mark.markup} allowed", f"{mark} (allowed)") if entry.get("allowed") else mark
+
+
 def badge(verdict: str) -> Html:
     """A verdict (fail, warn, pass, skip) as a coloured word."""
     style = f"background:{VERDICTS[verdict]};color:#fff;border-radius:3px;padding:0 6px;font-weight:600"
@@ -232,8 +238,16 @@ class Picture:
         return self.alt
 
 
-def save_plot(figure: Any, folder: Path, name: str, alt: str, data: Any) -> Picture:
-    """Write ``plots/<name>.png`` and ``.json`` (``alt``, the data) below ``folder``; returns the picture."""
+def save_plot(figure: Any, folder: Path | None, name: str, alt: str, data: Any) -> Picture:
+    """Write ``plots/<name>.png`` and ``.json`` (``alt``, the data) below ``folder``; returns the picture.
+
+    With ``folder`` None nothing is written: who only looks at a run leaves nothing in it.
+    """
+    if folder is None:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
+        plt.close(figure)
+        return Picture(buffer.getvalue(), alt)
     path = folder / "plots" / f"{name}.png"
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png", dpi=110, bbox_inches="tight")
@@ -253,8 +267,8 @@ def _axes(title: str, x: str, y: str, width: float = 7.0) -> tuple[Any, Any]:
 
 
 def curves(
-    folder: Path, name: str, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: str, x: str, y: str,
-    *, log_x: bool = False, log_y: bool = False, markers: bool = False,
+    folder: Path | None, name: str, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: str,
+    x: str, y: str, *, log_x: bool = False, log_y: bool = False, markers: bool = False,
 ) -> Picture:  # fmt: skip
     """Lines over a common x axis: ``series`` is ``{label: (xs, ys)}``."""
     figure, axes = _axes(title, x, y)
@@ -262,7 +276,7 @@ def curves(
         axes.plot(xs, ys, color=colour, label=label, linewidth=1.5, marker="o" if markers else None, markersize=4)
     if log_x:
         axes.set_xscale("log")
-    if log_y:
+    if log_y and any(max(ys, default=0) > 0 for _, ys in series.values()):
         axes.set_yscale("log")
     if len(series) > 1:
         axes.legend(frameon=False, fontsize=9)
@@ -275,7 +289,7 @@ def curves(
     return save_plot(figure, folder, name, f"{title}: {y} over {x}; {ends}", data)
 
 
-def bars(folder: Path, name: str, groups: Mapping[str, Mapping[str, float]], title: str, y: str) -> Picture:
+def bars(folder: Path | None, name: str, groups: Mapping[str, Mapping[str, float]], title: str, y: str) -> Picture:
     """Grouped bars: ``groups`` is ``{series: {label: value}}``."""
     labels = list(dict.fromkeys(label for values in groups.values() for label in values))
     figure, axes = _axes(title, "", y)
@@ -294,10 +308,25 @@ def bars(folder: Path, name: str, groups: Mapping[str, Mapping[str, float]], tit
     return save_plot(figure, folder, name, alt, {s: dict(vs) for s, vs in groups.items()})
 
 
-def layer_norms(folder: Path, hidden_states: torch.Tensor, layer_ids: Sequence[int]) -> Picture:
-    """RMS of each captured layer over the positions of one sample, ``hidden_states`` [seq, layers, hidden]."""
-    rms = hidden_states.float().pow(2).mean(-1).sqrt()  # [seq, layers]
-    positions = list(range(rms.shape[0]))
+def scatter(
+    folder: Path | None, name: str, groups: Mapping[str, Sequence[tuple[float, float]]], title: str, x: str, y: str,
+    labels: Mapping[str, tuple[float, float]] | None = None,
+) -> Picture:  # fmt: skip
+    """Points in the plane: ``groups`` is ``{label: [(x, y), ...]}``; ``labels`` are written beside their places."""
+    figure, axes = _axes(title, x, y)
+    for colour, (label, points) in zip(COLOURS, groups.items(), strict=False):
+        axes.scatter(*zip(*points, strict=True), color=colour, label=f"{label} ({len(points)})", s=14, alpha=0.7)
+    for text, place in (labels or {}).items():
+        axes.annotate(text, place, fontsize=8, xytext=(3, 3), textcoords="offset points")
+    axes.legend(frameon=False, fontsize=9)
+    alt = f"{title}: " + ", ".join(f"{len(points)} points {label}" for label, points in groups.items())
+    return save_plot(figure, folder, name, alt, {label: list(map(list, points)) for label, points in groups.items()})
+
+
+def layer_norms(folder: Path | None, hidden_states: torch.Tensor, layer_ids: Sequence[int], first: int = 0) -> Picture:
+    """RMS of each captured layer over the positions from ``first`` on; ``hidden_states`` [n, layers, hidden]."""
+    rms = hidden_states.float().pow(2).mean(-1).sqrt()  # [n, layers]
+    positions = list(range(first, first + rms.shape[0]))
     series = {f"layer {layer}": (positions, rms[:, k].tolist()) for k, layer in enumerate(layer_ids)}
     return curves(folder, "layer_norms", series, "RMS of the hidden states", "position", "RMS", log_y=True)
 

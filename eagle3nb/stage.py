@@ -51,11 +51,27 @@ def result(run_dir: Path | str, name: str) -> dict[str, Any]:
 
 
 def verifier(run_dir: Path | str) -> verifiers.Verifier:
-    """The verifier that the preflight of this run resolved."""
-    found = result(run_dir, "preflight")["verifier"]
-    if not Path(found["path"]).is_dir():
-        raise Refused(f"the verifier is no longer in {found['path']}; run the stage preflight again")
-    return verifiers.Verifier(found["name"], Path(found["path"]), found["trust_remote_code"])
+    """The verifier that the preflight of this run resolved.
+
+    Where it no longer lies (a run directory on another machine) it is found again by the name that the params file
+    gave it, and must have the same hashes.
+    """
+    done = result(run_dir, "preflight")
+    found = done["verifier"]
+    if Path(found["path"]).is_dir():
+        return verifiers.Verifier(**found | {"path": Path(found["path"])})
+    given = read_json(Path(run_dir) / "params.json", {}).get("preflight", {})
+    try:
+        again = verifiers.resolve(
+            given.get("verifier", found["name"]), revision=given.get("revision"), cache_dir=given.get("cache_dir"),
+            trust_remote_code=found["trust_remote_code"],
+        )  # fmt: skip
+    except Refused as error:
+        raise Refused(f"the verifier is not in {found['path']}; run the stage preflight again ({error})") from None
+    changed = [key for key, value in again.identity().items() if value != done["identity"][key]]
+    if changed:
+        raise Refused(f"{again.path} holds another verifier than this run's ({', '.join(changed)} differ)")
+    return again
 
 
 def single_process(wanted: bool | None) -> bool:

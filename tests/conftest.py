@@ -11,10 +11,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import browser as browsers
-import tiny
 
 from eagle3nb import params as parameters
-from eagle3nb import preflight, prepare_data
+from eagle3nb import preflight, prepare_data, tiny
 
 ROOT = Path(__file__).parent.parent
 

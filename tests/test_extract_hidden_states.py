@@ -12,8 +12,8 @@ import torch
 
 from eagle3nb import child, extract_hidden_states, stage, verifier
 from eagle3nb.errors import Refused
-from eagle3nb.files import read_json, read_jsonl, sha256_file
-from eagle3nb.params import ExtractHiddenStates
+from eagle3nb.files import read_json, read_jsonl, sha256_file, write_json
+from eagle3nb.params import ExtractHiddenStates, Params
 from eagle3nb.samples import Store
 
 
@@ -26,13 +26,18 @@ def reference(path: Path, ids: list[int]) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return layer_states(model, model.model, ids)
+
+
+def layer_states(model: torch.nn.Module, text: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    """The states of ``model`` at the layers of its text part, as `reference` gives them."""
     seen: dict[int, torch.Tensor] = {}
-    for k, layer in enumerate(model.model.layers):
+    for k, layer in enumerate(text.layers):
         layer.register_forward_pre_hook(
             lambda _, args, kwargs, k=k: seen.__setitem__(k, (args[0] if args else kwargs["hidden_states"])[0]),
             with_kwargs=True,
         )
-    model.model.norm.register_forward_pre_hook(lambda _, args: seen.__setitem__(len(model.model.layers), args[0][0]))
+    text.norm.register_forward_pre_hook(lambda _, args: seen.__setitem__(len(text.layers), args[0][0]))
     with torch.no_grad():
         model(torch.tensor([ids]))
     return torch.stack([seen[k] for k in sorted(seen)], dim=1)
@@ -186,6 +191,37 @@ def test_given_responses_are_prefilled_shard_by_shard(prepared_run, jsonl):
         assert store.token_ids(i) == row["input_ids"]
         assert store.dataset()[i]["loss_mask"].tolist() == row["loss_mask"]
         assert store.shape(i)[0] == len(row["input_ids"])
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_two_shards_at_once_give_the_store_of_one_run(settings):
+    extract_hidden_states.run(settings)
+    store = store_of(settings.run_dir)
+    samples = [(store.token_ids(i), store.hidden_states(i).float()) for i in range(len(store))]
+    info, data = store.info, store.dataset()[:]
+    store.folder.rename(store.folder.with_name("first"))
+    write_json(Path(settings.run_dir) / "params.json", Params(name="x", extract_hidden_states=settings).model_dump())
+    command = [sys.executable, "-m", "eagle3nb", "shard", settings.run_dir]
+    shards = [subprocess.Popen([*command, f"{k}/2"], stdout=subprocess.PIPE, text=True) for k in (0, 1)]
+    try:
+        said = [shard.communicate(timeout=300)[0].strip().splitlines()[-1] for shard in shards]
+    finally:
+        for shard in shards:
+            shard.kill()
+    assert [shard.returncode for shard in shards] == [0, 0]
+    assert any(line.startswith("the store is complete") for line in said)
+    result = extract_hidden_states.run(settings)
+    assert result["resumed"] == len(samples)  # nothing is left to do
+    assert {key: value for key, value in store.info.items() if key != "samples_sha256"} == {
+        key: value for key, value in info.items() if key != "samples_sha256"
+    }
+    again = store.dataset()[:]
+    assert all(torch.equal(a, b) for key in data for a, b in zip(data[key], again[key], strict=True))
+    for i, (tokens, states) in enumerate(samples):
+        assert store.token_ids(i) == tokens
+        # Other requests stand beside it in a batch: sums are rounded otherwise, and no more.
+        assert (store.hidden_states(i).float() - states).norm() / states.norm() < 0.005
 
 
 @pytest.mark.parametrize("layers", [[], [3, 1], [1, 1], [-1, 2], [1, 6]])

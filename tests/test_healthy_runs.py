@@ -1,9 +1,8 @@
 """Ten healthy runs of different seeds, data, layers and draft sizes: no check fails or warns. `make test-long`."""
 
 import pytest
-import tiny
 
-from eagle3nb import build_vocab_mapping, evaluate, extract_hidden_states, params, preflight, prepare_data, train
+from eagle3nb import build_vocab_mapping, evaluate, extract_hidden_states, params, preflight, prepare_data, tiny, train
 from eagle3nb.bridges import artefacts, registry
 
 # verifier seed, teaching steps, training rows, new tokens, layers, draft vocabulary, epochs, learning rate, seed

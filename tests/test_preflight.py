@@ -4,7 +4,7 @@ from collections import namedtuple
 
 import pytest
 
-from eagle3nb import preflight, stage
+from eagle3nb import plan, preflight, stage
 from eagle3nb import verifier as verifiers
 from eagle3nb.errors import Refused
 from eagle3nb.params import Params, Preflight
@@ -19,10 +19,10 @@ def test_it_finds_the_verifier_and_leaves_a_record(tmp_path, verifier_dir):
     assert result["estimate"]["bytes_per_token"] == 4 * 128 * 2
 
 
-def test_the_estimate_follows_the_run(verifier_dir):
+def test_the_estimate_follows_the_run(verifier_dir, tmp_path):
     verifier = verifiers.resolve(str(verifier_dir))
-    small = preflight.estimate_run(verifier, Params(name="x", prepare_data={"max_samples": 10}))
-    large = preflight.estimate_run(verifier, Params(name="x", prepare_data={"max_samples": 100}))
+    small = plan.make(Params(name="x", prepare_data={"max_samples": 10}), tmp_path, verifier)
+    large = plan.make(Params(name="x", prepare_data={"max_samples": 100}), tmp_path, verifier)
     assert large["tokens"] == 10 * small["tokens"]
     assert large["store_gb"] > small["store_gb"]
     assert large["seconds"]["train"] > small["seconds"]["train"]
@@ -65,6 +65,12 @@ def test_a_run_made_on_a_machine_where_the_verifier_was_elsewhere(tmp_path, veri
     file = stage.folder(tmp_path, "preflight") / "result.json"
     record = json.loads(file.read_text())
     record["verifier"]["path"] = str(tmp_path / "moved")
+    file.write_text(json.dumps(record))
+    assert stage.verifier(tmp_path).path == verifier_dir  # found again by its name
+    file.write_text(json.dumps(record | {"identity": record["identity"] | {"config_sha256": "other"}}))
+    with pytest.raises(Refused, match=r"holds another verifier than this run's \(config_sha256 differ\)"):
+        stage.verifier(tmp_path)
+    record["verifier"]["name"] = str(tmp_path / "gone")
     file.write_text(json.dumps(record))
     with pytest.raises(Refused, match="run the stage preflight again"):
         stage.verifier(tmp_path)

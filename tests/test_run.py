@@ -150,6 +150,38 @@ def test_bad_input_is_refused_in_one_line_before_anything_starts(arguments, mess
 
 @pytest.mark.engine
 @pytest.mark.slow
+def test_a_run_goes_on_in_another_place(finished_run, verifier_dir, tmp_path, capsys):
+    """As on another machine: the run is copied, it and the verifier lie elsewhere, the old places are gone."""
+    first = tmp_path / "first"
+    shutil.copytree(verifier_dir, first / "verifier")
+    shutil.copytree(finished_run, first / "run", symlinks=True)
+    params = read_json(first / "run" / "params.json")
+    params["preflight"]["verifier"] = "verifier"  # found from where the command is run
+    (first / "run" / "params.json").write_text(json.dumps(params))
+    before = stage.result(first / "run", "train")["checkpoint_sha256"]
+    second = tmp_path / "second"
+    shutil.copytree(first, second, symlinks=True)
+    first.rename(tmp_path / "gone")
+    last = stage.folder(second / "run", "train") / "checkpoints" / "1"
+    (stage.folder(second / "run", "train") / "result.json").unlink()
+    command = [sys.executable, "-m", "eagle3nb", "run", "--run-dir", "run", "--until", "train"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    written = last.stat().st_mtime_ns
+    done = subprocess.run(command, cwd=second, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    statuses = {s["name"]: s["status"] for s in read_json(second / "run" / "run.json")["stages"]}
+    assert [statuses[name] for name in ("prepare_data", "extract_hidden_states", "build_vocab_mapping")] == [
+        "cached"
+    ] * 3
+    assert statuses["train"] == "done"
+    # Training went on from its checkpoints instead of beginning anew.
+    assert last.stat().st_mtime_ns == written
+    assert stage.result(second / "run", "train")["checkpoint_sha256"] == before
+    assert stage.verifier(second / "run").path == second / "verifier"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
 def test_ctrl_c_stops_the_child_and_the_same_command_goes_on(copy_of_run, params_file):
     shutil.rmtree(stage.folder(copy_of_run, "train"))
     shutil.rmtree(stage.folder(copy_of_run, "evaluate"))

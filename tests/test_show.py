@@ -93,7 +93,7 @@ def test_durations(seconds, text):
 
 
 def test_bytes_that_are_no_character_are_written_out():
-    import tiny
+    from eagle3nb import tiny
 
     words = tiny.tokenizer()
     ids = words.encode("é🙂")

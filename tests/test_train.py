@@ -119,6 +119,18 @@ def test_trainer_args_are_checked(ready):
         train.run(Train(run_dir=str(ready), trainer_args={"ttt_step": 2}))
 
 
+def test_torchrun_over_nodes(ready):
+    assert train.launcher(1, {}) is None
+    command = train.launcher(1, {"nnodes": 2, "node_rank": 1, "rdzv_endpoint": "first:29500"})
+    assert command[-4:] == ["--nproc-per-node=1", "--nnodes=2", "--node-rank=1", "--rdzv-endpoint=first:29500"]
+    from torch.distributed.run import get_args_parser
+
+    parsed = get_args_parser().parse_args([*command[3:], "script"])
+    assert (parsed.nnodes, parsed.node_rank, parsed.rdzv_endpoint) == ("2", 1, "first:29500")
+    with pytest.raises(Refused, match=r"train.torchrun.node_rang: no argument of torchrun; nearest: node_rank"):
+        train.run(Train(run_dir=str(ready), torchrun={"node_rang": 1}))
+
+
 def test_what_speculators_refuses_is_one_line(ready):
     fields = Train(run_dir=str(ready), num_layers=2, draft_config=stage.__file__)
     with pytest.raises(child.ChildFailed, match="speculators refuses the configuration") as caught:

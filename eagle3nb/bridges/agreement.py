@@ -34,7 +34,7 @@ class Head:
 
     def __init__(self, verifier: Verifier):
         self.weight, self.norm = verifier.weight("lm_head"), verifier.weight("norm").float()
-        self.gemma, self.eps = verifier.config.model_type in GEMMA_STYLE_NORM, float(verifier.config.rms_norm_eps)
+        self.gemma, self.eps = verifier.config.model_type in GEMMA_STYLE_NORM, verifier.norm_eps
 
     def final_norm(self, hidden: torch.Tensor, plus_one: bool = False) -> torch.Tensor:
         """[n, hidden] before the norm -> after it; ``plus_one`` takes the other convention for its weight."""

@@ -51,6 +51,7 @@ class Reference:
 def measure(verifier: Verifier, store: StoreFiles) -> Reference:
     """Run the reference in a child process; `Refused` with the reason where it cannot run here."""
     _check_memory(verifier)
+    verifier.complete()
     child.refuse_if_no_module("transformers")
     samples = store.some(SAMPLES)
     with tempfile.TemporaryDirectory(prefix="eagle3nb-reference-") as folder:
@@ -69,7 +70,7 @@ def measure(verifier: Verifier, store: StoreFiles) -> Reference:
 
 def _check_memory(verifier: Verifier) -> None:
     """`Refused` where the verifier in float32 would not fit in the free memory."""
-    on_disk = sum(f.stat().st_size for f in verifier.path.glob("*.safetensors"))
+    on_disk = verifier.weights.total_bytes() or 0
     free = psutil.virtual_memory().available
     if 2 * on_disk > MEMORY_SHARE * free:
         raise Refused(

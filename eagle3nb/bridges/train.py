@@ -408,7 +408,7 @@ def max_positions(a: Artefacts) -> Finding:
 )
 def rms_eps(a: Artefacts) -> Finding:
     """rms_norm_eps of both configs."""
-    mine, theirs = a.draft.transformer.get("rms_norm_eps"), a.verifier.config.rms_norm_eps
+    mine, theirs = a.draft.transformer.get("rms_norm_eps"), a.verifier.norm_eps
     good = isinstance(mine, int | float) and math.isclose(mine, theirs, rel_tol=1e-3)
     return Finding("pass" if good else "fail", "absent" if mine is None else f"{mine:.3g}", f"{theirs:.3g}")
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load, save
 
 from eagle3nb.engine import settings
 from eagle3nb.errors import Refused
@@ -47,7 +48,8 @@ class Forward:
 
     def take(self, llm: Any, request_id: str, i: int) -> torch.Tensor:
         """States [tokens fed, layers, hidden] of a finished request; forgets them."""
-        return llm.collective_rpc("take_states", args=(request_id,))[0]
+        # As bytes: between vLLM's processes a tensor of an untyped answer does not come back as one.
+        return load(llm.collective_rpc("take_states", args=(request_id,))[0])["states"]
 
 
 class ForwardWorkerExtension:
@@ -88,17 +90,17 @@ class ForwardWorkerExtension:
             self._pieces.setdefault(request_id, []).append((position, states[start : start + count]))
             start += count
 
-    def take_states(self, request_id: str) -> torch.Tensor:
+    def take_states(self, request_id: str) -> bytes:
         # The engine appends a random suffix to the request's id.
         key = next((k for k in self._pieces if k == request_id or k.rpartition("-")[0] == request_id), None)
         if key is None:
-            return torch.empty(0)
+            return save({"states": torch.empty(0)})
         pieces = self._pieces.pop(key)
         length = max(position + piece.shape[0] for position, piece in pieces)
         out = pieces[0][1].new_empty((length, *pieces[0][1].shape[1:]))
         for position, piece in pieces:
             out[position : position + piece.shape[0]] = piece
-        return out
+        return save({"states": out})
 
 
 class Connector:

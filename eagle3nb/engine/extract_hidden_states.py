@@ -25,10 +25,10 @@ def extract(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
     rows = load_from_disk(job["rows"])
     store = Store(job["store"])
     dtype = stage.choose_dtype(job["dtype"], exact=False)
-    moved = store.begin(Declaration(**job["declaration"], compute_dtype=dtype))
+    mine = [i for i in range(len(rows)) if i % job["num_shards"] == job["shard"]]
+    moved = store.begin(Declaration(**job["declaration"], compute_dtype=dtype), mine)
     if moved:
         print(f"the store there was made from other inputs; it is kept as {moved.name}", flush=True)
-    mine = [i for i in range(len(rows)) if i % job["num_shards"] == job["shard"]]
     before = store.written()
     todo = [i for i in mine if i not in before]
     result = {"samples": len(mine), "resumed": len(mine) - len(todo), "compute_dtype": dtype}

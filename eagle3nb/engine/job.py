@@ -45,15 +45,18 @@ def die_with_parent() -> None:
 def run_job(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None:
     """Run ``work(job, progress)`` for the job file named on the command line and write what it returns."""
     die_with_parent()
+    main = os.environ.get("RANK", "0") == "0"  # of torchrun's processes one has the word
     path = Path(sys.argv[1])
     job, progress = read_json(path), Progress(path.with_name("progress.json"))
     try:
         result = work(job, progress)
-        progress.flush()
+        if main:
+            progress.flush()
     except Refused as error:
         sys.exit(f"eagle3nb: {error}")
     except OSError as error:
         if error.errno == 28:  # ENOSPC
             sys.exit(f"eagle3nb: the disk is full ({error.filename or path.parent}); free some space and run again")
         raise
-    write_json(path.with_name("done.json"), result)
+    if main:
+        write_json(path.with_name("done.json"), result)

@@ -39,7 +39,7 @@ def train(job: dict[str, Any], progress: Progress) -> dict[str, Any]:
     except (ValidationError, ValueError) as error:
         raise Refused(f"train: speculators refuses the configuration: {' '.join(str(error).split())}") from error
     if RANK == 0:
-        _prepare_resume(folder, metrics, {"config": job["config"], "inputs": job["inputs"]})
+        _prepare_resume(folder, metrics, job["inputs"])
     trainer = _patched_trainer(metrics, progress, config.trainer.epochs)
     started = time.monotonic()
     from speculators.train import cli

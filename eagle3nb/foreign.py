@@ -1,0 +1,419 @@
+"""What other tools left: sample files and vocabulary mappings, turned into this workbook's own forms.
+
+======================  ====================================================================================
+format                  one sample
+======================  ====================================================================================
+``speculators-0.3-v0``  ``.pt``: ``input_ids`` [s], ``loss_mask`` [s], ``hidden_state`` [s, 3h], ``target`` [s, h]
+``speculators-0.3-v1``  ``.pt``: ``input_ids`` [s], ``loss_mask`` [s], ``hidden_states``: list of [s, h], last one last
+``speculators-0.9``     this workbook's layout without ``store.json``
+``specforge``           ``rows_*/data_*.ckpt[.gz]``: ``input_ids``, ``loss_mask``, ``aux_hidden_state`` [1, s, 3h],
+                        ``hidden_state`` [1, s, h]
+``modelopt``            ``.pt``: ``input_ids`` [s], ``aux_hidden_states`` [s, 3h], ``hidden_states`` [s, h]; no mask
+======================  ====================================================================================
+
+Which layer a column is and whether the last one has been through the final norm is measured, never taken from the
+format: see `measure`. The source is only read.
+"""
+
+import gzip
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from eagle3nb import build_vocab_mapping, conversations
+from eagle3nb.bridges import agreement, reading, reference
+from eagle3nb.bridges.artefacts import Artefacts, counts_of
+from eagle3nb.bridges.extract_hidden_states import AGREES, SAME
+from eagle3nb.bridges.store import StoreFiles
+from eagle3nb.chat_template import ChatTemplate
+from eagle3nb.errors import Refused
+from eagle3nb.files import sha256_json
+from eagle3nb.samples import Declaration, Store
+from eagle3nb.verifier import Verifier
+
+PROBES = 4  # samples that the conventions are measured on
+
+
+@dataclass
+class Sample:
+    """Token ids [s], loss mask [s] (None: there is none), one tensor [s, hidden] per column, the last state last."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor | None
+    columns: list[torch.Tensor]
+
+
+# ---- reading one sample ----------------------------------------------------------------------------------------
+
+
+def _v0(value: dict[str, Any], hidden: int) -> Sample:
+    aux = value["hidden_state"].split(hidden, dim=-1)
+    return Sample(value["input_ids"], value["loss_mask"], [*aux, value["target"]])
+
+
+def _v1(value: dict[str, Any], hidden: int) -> Sample:
+    return Sample(value["input_ids"], value["loss_mask"], list(value["hidden_states"]))
+
+
+def _specforge(value: dict[str, Any], hidden: int) -> Sample:
+    aux = value["aux_hidden_state"].squeeze(0).split(hidden, dim=-1)
+    return Sample(value["input_ids"], value["loss_mask"], [*aux, value["hidden_state"].squeeze(0)])
+
+
+def _modelopt(value: dict[str, Any], hidden: int) -> Sample:
+    aux = value["aux_hidden_states"].split(hidden, dim=-1)
+    return Sample(value["input_ids"], value.get("loss_mask"), [*aux, value["hidden_states"]])
+
+
+# format -> (keys that tell it, reader)
+FORMATS: dict[str, tuple[frozenset[str], Callable[[dict[str, Any], int], Sample]]] = {
+    "speculators-0.3-v0": (frozenset(("input_ids", "loss_mask", "hidden_state", "target")), _v0),
+    "speculators-0.3-v1": (frozenset(("input_ids", "loss_mask", "hidden_states")), _v1),
+    "specforge": (frozenset(("input_ids", "loss_mask", "hidden_state", "aux_hidden_state")), _specforge),
+    "modelopt": (frozenset(("input_ids", "hidden_states", "aux_hidden_states")), _modelopt),
+}
+SPECULATORS_09 = "speculators-0.9"
+
+
+def format_of(value: Any) -> str | None:
+    """The format of one loaded sample, None where it is none that is known."""
+    if not isinstance(value, dict):
+        return None
+    if isinstance(value.get("hidden_states"), list | tuple):
+        return "speculators-0.3-v1" if FORMATS["speculators-0.3-v1"][0] <= set(value) else None
+    found = [name for name, (keys, _) in FORMATS.items() if keys <= set(value) and name != "speculators-0.3-v1"]
+    return max(found, key=lambda name: len(FORMATS[name][0] & set(value)), default=None)
+
+
+def load(path: Path) -> Any:
+    """What a sample file holds; ``.gz`` is unpacked."""
+    if path.suffix != ".gz":
+        return reading.torch_file(path)
+    with tempfile.NamedTemporaryFile(suffix=".pt") as plain:
+        try:
+            with gzip.open(path, "rb") as handle:
+                while chunk := handle.read(2**20):
+                    plain.write(chunk)
+        except (OSError, EOFError) as error:
+            raise Refused(f"{path}: cannot be unpacked ({error})") from None
+        plain.flush()
+        try:
+            return reading.torch_file(plain.name)
+        except Refused as error:
+            raise Refused(str(error).replace(plain.name, str(path))) from None
+
+
+def read(path: Path, form: str, hidden: int) -> Sample:
+    """One sample file of a format, its tensors checked against each other and the verifier's hidden size."""
+    value = load(path)
+    found = format_of(value)
+    if found != form:
+        keys = ", ".join(map(str, value))[:80] if isinstance(value, dict) else type(value).__name__
+        raise Refused(f"{path}: found {found or f'no known sample ({keys})'}, wanted {form} like the files before it")
+    try:
+        sample = FORMATS[form][1](value, hidden)
+        sample.ids = sample.ids.flatten().long()
+        sample.mask = None if sample.mask is None else sample.mask.flatten().long()
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise Refused(f"{path}: no sample of {form} ({' '.join(str(error).split())[:100]})") from None
+    n = len(sample.ids)
+    for c, column in enumerate(sample.columns):
+        if not isinstance(column, torch.Tensor) or column.dim() != 2 or list(column.shape) != [n, hidden]:
+            shape = list(column.shape) if isinstance(column, torch.Tensor) else type(column).__name__
+            raise Refused(f"{path}: column {c} is {shape}; wanted [{n} tokens, {hidden}] (the verifier's hidden size)")
+    if sample.mask is not None and len(sample.mask) != n:
+        raise Refused(f"{path}: {len(sample.mask)} loss mask values for {n} tokens")
+    return sample
+
+
+@dataclass
+class Source:
+    """The samples of a directory, in the order of their numbers."""
+
+    folder: Path
+    form: str
+    paths: list[Path]
+    store: StoreFiles | None = None
+
+    def __len__(self) -> int:
+        return self.store.count if self.store else len(self.paths)
+
+    def sample(self, i: int, hidden: int) -> Sample:
+        """Sample i."""
+        if self.store is None:
+            return read(self.paths[i], self.form, hidden)
+        states, ids = self.store.sample(i)
+        if states.shape[2] != hidden:
+            raise Refused(f"{self.store.path(i)}: states of {states.shape[2]} values; wanted {hidden} (the verifier's)")
+        return Sample(ids, self.store.mask(i).long(), list(states.unbind(1)))
+
+
+def source(folder: Path, form: str | None = None) -> Source:
+    """Find the samples of a directory and their format; `Refused` where there are none, or two formats mixed."""
+    if form is not None and form not in (*FORMATS, SPECULATORS_09):
+        raise Refused(f"--from {form}: known formats are {', '.join([*FORMATS, SPECULATORS_09])}")
+    if (folder / "hidden_states").is_dir():
+        if form not in (None, SPECULATORS_09):
+            raise Refused(f"{folder}: holds hidden_states/ as {SPECULATORS_09} writes it, not {form}")
+        return Source(folder, SPECULATORS_09, [], StoreFiles(folder))
+    names = [p for p in folder.rglob("*") if p.suffix in (".pt", ".ckpt") or p.name.endswith(".ckpt.gz")]
+    paths = sorted((p for p in names if p.stem not in ("t2d", "d2t", "token_freq")), key=_order)
+    if not paths:
+        raise Refused(f"{folder}: no samples in it (.pt, .ckpt, .ckpt.gz or hidden_states/hs_*.safetensors)")
+    kinds = Counter("specforge" if ".ckpt" in p.name else "pt" for p in paths)
+    first = format_of(load(paths[0]))
+    if len(kinds) > 1:
+        raise Refused(f"{folder}: {kinds['specforge']} .ckpt and {kinds['pt']} .pt files: two formats in one directory")
+    if first is None:
+        raise Refused(f"{paths[0]}: no sample of a known format ({', '.join(FORMATS)})")
+    if form not in (None, first):
+        raise Refused(f"{paths[0]}: found {first}, wanted {form} (--from)")
+    return Source(folder, first, paths)
+
+
+def _order(path: Path) -> tuple:
+    """Numbers in a path count as numbers: data_10 comes after data_9."""
+    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path)))
+
+
+# ---- what the columns are --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Convention:
+    """Layer ids by this workbook's convention, whether the last column is normed, and how each is known."""
+
+    layer_ids: list[int]
+    last_is_normed: bool
+    how: str
+
+
+def measure(src: Source, verifier: Verifier, given: list[int] | None = None) -> Convention:
+    """What the columns are: by a reference forward, else by agreement for the last one and ``given`` for the rest.
+
+    Raises `Refused`, naming what it needs, where that cannot be known.
+    """
+    chosen = sorted({k * len(src) // PROBES for k in range(PROBES)})
+    with tempfile.TemporaryDirectory(prefix="eagle3nb-import-") as place:
+        folder = Path(place) / "hidden_states"
+        folder.mkdir()
+        for k, i in enumerate(chosen):
+            sample = src.sample(i, verifier.hidden_size)
+            states = torch.stack(sample.columns, 1).contiguous()
+            save_file({"hidden_states": states, "token_ids": sample.ids}, folder / f"hs_{k}.safetensors")
+        probe = Artefacts(Path(place), "", verifier)
+        probe.store = StoreFiles(Path(place))
+        try:
+            found = reference.measure(verifier, probe.store)
+        except Refused as error:
+            return _without_reference(probe, given, str(error))
+    return _by_reference(found, given)
+
+
+def _by_reference(found: reference.Reference, given: list[int] | None) -> Convention:
+    columns = found.over_samples.shape[1]
+    nearest = [found.nearest(c) for c in range(columns)]
+    told = ", ".join(f"column {c}: {found.name(k)} ({d:.3f})" for c, (k, d) in enumerate(nearest))
+    ids = [k for k, _ in nearest[:-1]]
+    last = nearest[-1][0]
+    if max(d for _, d in nearest) > SAME:
+        raise Refused(
+            f"the columns are no layers of this verifier on these tokens ({told}): another verifier, or a shift?"
+        )
+    if last < found.num_layers:
+        raise Refused(f"the last state is missing ({told}); wanted it as the last column")
+    if ids != sorted(set(ids)) or ids[-1] >= found.num_layers:
+        raise Refused(f"the columns are not auxiliary layers in rising order ({told})")
+    if given is not None and given != ids:
+        raise Refused(f"--layer-ids {given}, but the states are those of {ids} ({told})")
+    return Convention([*ids, found.num_layers], last > found.num_layers, f"reference forward: {told}")
+
+
+def _without_reference(probe: Artefacts, given: list[int] | None, why: str) -> Convention:
+    found = agreement.measure(probe)
+    normed = found.cause_id == "last_state" and found.restored >= found.share
+    if not normed and found.share < AGREES * 0.5:
+        raise Refused(
+            f"{why}; and the last column predicts the next token in only {found.share:.2f} of positions, so whether it "
+            "is before the final norm cannot be known; wanted samples of the verifier's own answers, or room for it"
+        )
+    if given is None:
+        raise Refused(f"{why}; so which layers the columns are cannot be known: give --layer-ids (inputs of layer k)")
+    norm = "already in" if normed else "applied"
+    how = f"--layer-ids; agreement {max(found.share, found.restored):.3f} with the norm {norm}"
+    return Convention([*given, probe.verifier.num_layers], normed, how)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------
+
+
+def import_samples(
+    src: Source,
+    dest: Path,
+    verifier: Verifier,
+    *,
+    layer_ids: list[int] | None = None,
+    talks: str | None = None,
+    say: Callable[[str], None] = print,
+) -> Store:
+    """Write a sample store out of foreign samples, one by one; goes on where an earlier import stopped.
+
+    ``talks``: conversations to rebuild missing loss masks from. A last state after the final norm is divided by the
+    norm's weight, so that the norm gives it back; its size is lost, and the store says so.
+    """
+    convention = measure(src, verifier, layer_ids)
+    say(f"{len(src):,} samples of {src.form}; {convention.how}")
+    masks = _masks_from(talks, verifier) if talks else None
+    weight = verifier.weight("norm").float()
+    fields = Declaration(
+        verifier=verifier.identity(),
+        layer_ids=convention.layer_ids,
+        hidden_size=verifier.hidden_size,
+        dtype="bfloat16",
+        compute_dtype="unknown",
+        data_sha256=sha256_json([[str(p.relative_to(src.folder)), p.stat().st_size] for p in src.paths] or len(src)),
+        responses="given",
+        temperature=0.0,
+        seed=0,
+    )
+    store = Store(dest)
+    moved = store.begin(fields)
+    if moved:
+        say(f"a store of other inputs is kept as {moved.name}")
+    done, rows = store.written(), []
+    for i in range(len(src)):
+        sample = src.sample(i, verifier.hidden_size)
+        mask = _mask(sample, masks, i, src)
+        rows.append({"input_ids": sample.ids.tolist(), "loss_mask": mask, "seq_len": len(mask)})
+        if i in done:
+            continue
+        if convention.last_is_normed:
+            sample.columns[-1] = sample.columns[-1].float() / weight
+        store.write(i, torch.stack([c.to(torch.bfloat16) for c in sample.columns], 1), sample.ids.tolist())
+        if (i + 1) % 1000 == 0:
+            say(f"{i + 1:,}/{len(src):,} samples")
+    store.finish(rows, imported={"from": src.form, "conventions": convention.how, "size_of_last_state": (
+        "lost: it was stored after the final norm" if convention.last_is_normed else "kept")})  # fmt: skip
+    return store
+
+
+def _mask(sample: Sample, masks: dict[bytes, list[int]] | None, i: int, src: Source) -> list[int]:
+    if sample.mask is not None:
+        return sample.mask.tolist()
+    if masks is None:
+        raise Refused(
+            f"{src.form} has no loss mask: give the conversations the samples were made from (--conversations)"
+        )
+    key = np.array(sample.ids.tolist()).tobytes()
+    if key not in masks:
+        raise Refused(f"sample {i}: none of the conversations gives its tokens (another chat template, or cut off?)")
+    return masks[key]
+
+
+def _masks_from(path: str, verifier: Verifier) -> dict[bytes, list[int]]:
+    """Token ids (as bytes) of each whole conversation -> its loss mask, every assistant turn with loss."""
+    template, found = ChatTemplate(verifier), {}
+    for record in conversations.read_source(path):
+        turns = conversations.turns_of(record)
+        if turns is None:
+            continue
+        full = template.ids(turns, prompt=False)
+        mask = [0] * len(full)
+        for k in (k for k, turn in enumerate(turns) if turn["role"] == "assistant" and k):
+            start, end = len(template.ids(turns[:k], prompt=True)), len(template.ids(turns[: k + 1], prompt=False))
+            ends = [p for p in range(start, end) if full[p] in verifier.eos_token_ids]
+            for p in range(start, (ends[-1] + 1) if ends else end):
+                mask[p] = 1
+        found[np.array(full).tobytes()] = mask
+    return found
+
+
+# ---- vocabulary ------------------------------------------------------------------------------------------------
+
+
+def import_vocabulary(path: Path, dest: Path, verifier: Verifier, draft_vocab_size: int | None = None) -> str:
+    """Write ``t2d``/``d2t`` (and counts) out of a foreign mapping, list of ids or token counts; says what it was."""
+    value = _vocabulary_value(path)
+    if isinstance(value, tuple):
+        what, ids = value
+        return _write_mapping(dest, ids, verifier, f"{path.name}: {what}")
+    counts = counts_of(value, path)
+    if draft_vocab_size is None:
+        raise Refused(f"{path}: token counts; say how many tokens the draft shall have (--draft-vocab-size)")
+    counts = build_vocab_mapping.load_counts(path, verifier.vocab_size)
+    t2d, d2t = build_vocab_mapping.build(counts, draft_vocab_size, verifier.vocab_size, verifier.special_token_ids)
+    build_vocab_mapping.save(dest, t2d, d2t, counts)
+    return f"{path.name}: token counts; {draft_vocab_size:,} tokens chosen"
+
+
+def _vocabulary_value(path: Path) -> Any:
+    """(what it is, verifier ids) of a mapping, or the value of a file of counts."""
+    if path.is_dir():
+        files = [p for n in ("t2d", "d2t") for s in (".npy", ".pt") if (p := path / f"{n}{s}").is_file()]
+        if not files:
+            raise Refused(f"{path}: no t2d or d2t in it")
+        path = files[0]
+    value = reading.json_file(path) if path.suffix == ".json" else reading.tensor_file(path)
+    if isinstance(value, dict) and {"t2d", "d2t"} & set(value):
+        return _ids_of(value.get("t2d"), value.get("d2t"), path)
+    if path.stem in ("t2d", "d2t"):
+        other = [path.with_stem(n) for n in ("t2d", "d2t")]
+        return _ids_of(*(reading.tensor_file(p) if p.is_file() else None for p in other), path)
+    if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
+        return _ids_of(value, None, path)
+    if isinstance(value, list):
+        if not value or not all(type(i) is int for i in value):
+            raise Refused(f"{path}: a list of other things than ids")
+        return "a list of verifier ids", torch.tensor(sorted(set(value)))
+    return value
+
+
+def _ids_of(t2d: Any, d2t: Any, path: Path) -> tuple[str, torch.Tensor]:
+    """Verifier ids of a pair: by t2d, which cannot be misread; by d2t alone only where one reading is possible."""
+    if t2d is not None:
+        ids = torch.as_tensor(t2d).flatten().bool().nonzero().flatten()
+        if d2t is None:
+            return "t2d", ids
+        d2t = torch.as_tensor(d2t).flatten().long()
+        if len(d2t) != len(ids):
+            raise Refused(
+                f"{path}: t2d selects {len(ids):,} tokens, d2t has {len(d2t):,} entries: two different builds"
+            )
+        if torch.equal(ids, d2t + torch.arange(len(d2t))):
+            return "t2d and d2t of offsets", ids
+        if torch.equal(ids, d2t.sort().values):
+            return "t2d and d2t of ids (offsets were wanted; written so)", ids
+        raise Refused(f"{path}: t2d and d2t are of different builds; rebuild them from the token counts")
+    d2t = torch.as_tensor(d2t).flatten().long()
+    rising = bool((d2t[1:] > d2t[:-1]).all())
+    targets = d2t + torch.arange(len(d2t))
+    if rising and bool((targets[1:] > targets[:-1]).all()):
+        raise Refused(f"{path}: d2t alone, which can be read as ids and as offsets; give t2d beside it")
+    return "d2t of offsets", targets
+
+
+def _write_mapping(dest: Path, ids: torch.Tensor, verifier: Verifier, what: str) -> str:
+    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= verifier.vocab_size:
+        top = int(ids.max()) if len(ids) else -1
+        raise Refused(
+            f"{what}: ids up to {top}; wanted ids below {verifier.vocab_size}: a mapping of another verifier?"
+        )
+    t2d = torch.zeros(verifier.vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    build_vocab_mapping.save(dest, t2d, ids - torch.arange(len(ids)), None)
+    return f"{what}; {len(ids):,} of {verifier.vocab_size:,} tokens"
+
+
+def looks_like_vocabulary(path: Path) -> bool:
+    """Whether a path is a mapping, a list of ids or token counts, and no directory of samples."""
+    if path.is_dir():
+        return any((path / f"{n}{s}").is_file() for n in ("t2d", "d2t") for s in (".npy", ".pt"))
+    return path.suffix in (".npy", ".json") or (path.suffix == ".pt" and format_of(load(path)) is None)
