@@ -119,7 +119,7 @@ def main() -> None:
         size = sum(f.stat().st_size for f in (Path(folder) / "store" / "hidden_states").iterdir())
         print(f"{samples} samples, {size / 1e9:.1f} GB\n{'cell':<48}{'s':>8}{'peak MiB':>10}{'read MiB':>10}")
         for title, seconds, peak, read in cells(Path(folder)):
-            print(f"{title:<48}{seconds:>8.2f}{peak:>10.0f}{sum(read):>10.1f}")
+            print(f"{title:<48}{seconds:>8.2f}{peak:>10.0f}{sum(read):>10.1f}", flush=True)
 
 
 if __name__ == "__main__":
