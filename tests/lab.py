@@ -21,7 +21,7 @@ QUIET = {  # no pop-ups that ask for news
 }
 
 
-def wait(condition, seconds: float = 60.0, what: str = "the condition"):
+def wait(condition, seconds: float = 180.0, what: str = "the condition"):
     """The first true value of ``condition()``."""
     end = time.monotonic() + seconds
     while not (value := condition()):
