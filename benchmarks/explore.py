@@ -8,7 +8,6 @@ store that have come into the page cache, by mincore; the cache is dropped befor
 """
 
 import ctypes
-import gc
 import json
 import mmap
 import os
@@ -105,7 +104,6 @@ def resident(path: Path) -> int:
         place = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(place), ctypes.c_size_t(len(mapped)), found):
             raise OSError(ctypes.get_errno(), "mincore")
-        gc.collect()  # the address keeps the mapping open
         return int(np.frombuffer(found, np.uint8).astype(bool).sum()) * mmap.PAGESIZE
 
 
