@@ -8,7 +8,6 @@ store that have come into the page cache, by mincore; the cache is dropped befor
 """
 
 import ctypes
-import gc
 import json
 import mmap
 import os
@@ -105,7 +104,6 @@ def resident(path: Path) -> int:
         place = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(place), ctypes.c_size_t(len(mapped)), found):
             raise OSError(ctypes.get_errno(), "mincore")
-        gc.collect()  # the address keeps the mapping open
         return int(np.frombuffer(found, np.uint8).astype(bool).sum()) * mmap.PAGESIZE
 
 
@@ -119,7 +117,7 @@ def main() -> None:
         size = sum(f.stat().st_size for f in (Path(folder) / "store" / "hidden_states").iterdir())
         print(f"{samples} samples, {size / 1e9:.1f} GB\n{'cell':<48}{'s':>8}{'peak MiB':>10}{'read MiB':>10}")
         for title, seconds, peak, read in cells(Path(folder)):
-            print(f"{title:<48}{seconds:>8.2f}{peak:>10.0f}{sum(read):>10.1f}")
+            print(f"{title:<48}{seconds:>8.2f}{peak:>10.0f}{sum(read):>10.1f}", flush=True)
 
 
 if __name__ == "__main__":

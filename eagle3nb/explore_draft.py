@@ -70,7 +70,7 @@ def run(settings: ExploreDraft) -> dict[str, Any]:
     names = [name for name, _, _ in chosen] or [f"sample {i}" for i in settings.samples]
     for name, response in zip(names, done["responses"], strict=True):
         response["name"] = name
-    return done | {"num_speculative_tokens": settings.num_speculative_tokens}
+    return done | {key: job[key] for key in ("checkpoint", "num_speculative_tokens")}
 
 
 def _chosen(settings: ExploreDraft) -> list[tuple[str, list[int], list[int] | None]]:
@@ -178,8 +178,11 @@ def against_served(result: dict[str, Any], run_dir: Path | str) -> dict[str, Any
     """The same responses as vLLM served them: tokens per step here and there, and how many steps are the same.
 
     A step is the same where it begins and ends at the same tokens. None where the evaluation did not serve these
-    responses with as many draft tokens.
+    responses with this checkpoint and as many draft tokens.
     """
+    evaluated = read_json(stage.folder(run_dir, "evaluate") / "result.json")
+    if not evaluated or (Path(run_dir) / evaluated["checkpoint"]).resolve() != Path(result["checkpoint"]).resolve():
+        return None
     served = read_json(stage.folder(run_dir, "evaluate") / "responses.json") or []
     number = str(result["num_speculative_tokens"])
     there = {row["id"]: row["with_draft"].get(number) for row in served}

@@ -21,7 +21,7 @@ QUIET = {  # no pop-ups that ask for news
 }
 
 
-def wait(condition, seconds: float = 60.0, what: str = "the condition"):
+def wait(condition, seconds: float = 180.0, what: str = "the condition"):
     """The first true value of ``condition()``."""
     end = time.monotonic() + seconds
     while not (value := condition()):
@@ -124,26 +124,25 @@ class Lab:
 
     def open(self, name: str) -> None:
         """Open a notebook and wait for its kernel."""
-        self.call("Page.navigate", url=f"{self.url}/doc/tree/{name}?token={TOKEN}")
-        ready = "!!window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel"
-        wait(
-            lambda: self.js(f"location.pathname.endsWith({json.dumps(name)}) && {ready}"), what=f"{name} in JupyterLab"
-        )
-        self.js("jupyterapp.shell.currentWidget.sessionContext.ready")
+        self.call("Page.navigate", url=f"{self.url}/lab/tree/{name}?reset&token={TOKEN}")
+        self.widget = f"[...jupyterapp.shell.widgets('main')].find(w => w.context?.path === {json.dumps(name)})"
+        there = f"!!(window.jupyterapp && {self.widget}?.sessionContext?.session?.kernel)"
+        wait(lambda: self.js(there), what=f"{name} in JupyterLab")
+        self.js(f"jupyterapp.shell.activateById({self.widget}.id)")
+        self.js(f"{self.widget}.sessionContext.ready")
 
     def execute(self, command: str, wait: bool = True) -> None:
         """One of JupyterLab's own commands."""
-        self.js(
-            f"(() => {{ const done = jupyterapp.commands.execute('{command}'); return {'done' if wait else '0'} }})()"
-        )
+        done = "done" if wait else "null"
+        self.js(f"(() => {{ const done = jupyterapp.commands.execute('{command}'); return {done} }})()")
 
     def notebook(self) -> dict:
         """The notebook as it stands in the page, outputs included."""
-        return self.js("jupyterapp.shell.currentWidget.context.model.toJSON()")
+        return self.js(f"{self.widget}.context.model.toJSON()")
 
     def shutdown(self) -> None:
         """Stop the kernel of the open notebook."""
-        self.js("jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+        self.js(f"{self.widget}.sessionContext.shutdown()")
 
     def screenshot(self, path: Path) -> None:
         """Write what the window shows as PNG."""

@@ -163,7 +163,9 @@ def test_the_steps_are_those_that_vllm_took(walked, finished_run):
     assert compared["steps that are the same"] >= 0.98
     served = stage.result(finished_run, "evaluate")["by_num_speculative_tokens"]["3"]
     figures = explore_draft.acceptance(walked)
-    assert figures["acceptance_by_position"] == pytest.approx(served["acceptance_by_position"], abs=0.03)
+    # vLLM also counts what it accepted beyond the end of a response.
+    ends = len(walked["responses"]) / figures["drafts"]
+    assert figures["acceptance_by_position"] == pytest.approx(served["acceptance_by_position"], abs=ends)
     assert figures["verifier agrees with the responses"] >= 0.98
 
 

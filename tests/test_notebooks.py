@@ -83,3 +83,6 @@ def test_a_wrong_value_is_refused_in_the_notebook(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
     assert "draft_vocab_size = 'many'" in done.stderr
+    outputs = [o for c in nbformat.read(tmp_path / "out.ipynb", as_version=4).cells for o in c.get("outputs", [])]
+    error = next(o for o in outputs if o.output_type == "error")
+    assert error.traceback == [f"Refused: {error.evalue}"]  # one line, no traceback
