@@ -19,7 +19,10 @@ AGREES = 0.95
 
 @dataclass
 class Agreement:
-    """``share``: of response positions whose next token is the argmax. ``cause``: what restores it, in words."""
+    """``share``: of response positions whose next token is the argmax. ``cause``: what restores it, in words.
+
+    Samples that hold the states of another row are listed, and left out of the share.
+    """
 
     share: float
     by_sample: dict[int, float]
@@ -73,6 +76,11 @@ def measure(a: Any) -> Agreement:
         _or_the_mask(result, head, loaded, a)
     if a.rows is not None:
         result.other_samples = tuple(_other_samples(result, head, loaded, a.rows))
+        for i, _ in result.other_samples:  # explained, and no longer a matter of the others
+            del hits[i]
+        if result.other_samples and hits:
+            result.positions = sum(len(h) for h in hits.values())
+            result.share = sum(int(h.sum()) for h in hits.values()) / result.positions
     return result
 
 
