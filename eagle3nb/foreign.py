@@ -158,7 +158,8 @@ class Source:
         states, ids = self.store.sample(i)
         if states.shape[2] != hidden:
             raise Refused(f"{self.store.path(i)}: states of {states.shape[2]} values; wanted {hidden} (the verifier's)")
-        return Sample(ids, self.store.mask(i).long(), list(states.unbind(1)))
+        mask = None if self.store.rows is None else self.store.mask(i).long()
+        return Sample(ids, mask, list(states.unbind(1)))
 
 
 def source(folder: Path, form: str | None = None) -> Source:

@@ -540,14 +540,14 @@ def t2d_of_numbers(run: Path) -> None:
     mapping(run, t2d=pair(run)[0].long())
 
 
-@fault("vocab.range", "vocab.pair", "draft.d2t", says="beyond the vocabulary")
+@fault("vocab.range", "vocab.pair", says="beyond the vocabulary")
 def ids_beyond_the_vocabulary(run: Path) -> None:
     d2t = pair(run)[1].clone()
     d2t[-5:] += 1000
     mapping(run, d2t=d2t)
 
 
-@fault("vocab.special", "vocab.frequent", says="<|im_end|>")
+@fault("vocab.special", "vocab.frequent", "vocab.filler", says="<|im_end|>")
 def no_end_of_turn(run: Path) -> None:
     t2d, _ = pair(run)
     ids = t2d.nonzero().flatten()

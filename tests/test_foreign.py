@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3nb import child, foreign, stage
+from eagle3nb import build_vocab_mapping, child, foreign, stage
 from eagle3nb.cli import main
 from eagle3nb.engine import reference
 from eagle3nb.errors import Refused
@@ -299,7 +299,9 @@ def test_counts_become_a_mapping(as_tensor, finished_run, mapping, verifier, tmp
     with pytest.raises(Refused, match="--draft-vocab-size"):
         foreign.import_vocabulary(tmp_path / "freq.pt", tmp_path / "b", verifier)
     foreign.import_vocabulary(tmp_path / "freq.pt", tmp_path / "b", verifier, len(mapping[1]))
-    assert torch.equal(pair(tmp_path / "b")[0], mapping[0])
+    seen = torch.load(stage.folder(finished_run, "build_vocab_mapping") / "token_freq.pt")
+    special, size = verifier.special_token_ids, len(mapping[1])
+    assert torch.equal(pair(tmp_path / "b")[0], build_vocab_mapping.build(seen, size, verifier.vocab_size, special)[0])
 
 
 def test_mapping_of_another_verifier(verifier, tmp_path):

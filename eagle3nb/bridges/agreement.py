@@ -62,9 +62,14 @@ def measure(a: Any) -> Agreement:
     head, loaded, left = Head(a.verifier), {}, POSITIONS
     for i in a.store.some(SAMPLES):
         states, ids = a.store.sample(i)
-        mask = a.store.mask(i)
-        n = min(len(states), len(ids), len(mask))
-        at = mask[1:n].nonzero().flatten()[: max(8, POSITIONS // SAMPLES)]  # predicted from the position before
+        if a.store.rows is not None:
+            mask = a.store.mask(i)
+            n = min(len(states), len(ids), len(mask))
+            at = mask[1:n].nonzero().flatten()  # a token is predicted from the position before
+        else:
+            n = min(len(states), len(ids))
+            at = _by_template(a, ids[:n])
+        at = at[: max(8, POSITIONS // SAMPLES)]
         if len(at) and left > 0:
             loaded[i], left = (states[:n], ids[:n], at), left - len(at)
     hits = {i: (head.predict(head.final_norm(s[at, -1])) == ids[at + 1]) for i, (s, ids, at) in loaded.items()}
@@ -110,18 +115,22 @@ def _diagnose(result: Agreement, head: Head, loaded: dict) -> None:
 
 def _or_the_mask(result: Agreement, head: Head, loaded: dict, a: Any) -> None:
     """The states may be right and the mask wrong: try the response tokens that the chat template itself marks."""
-    found, opener, ends = {}, torch.tensor(a.template.generation_prompt()), torch.tensor(a.verifier.eos_token_ids)
-    for i, (states, ids, _) in loaded.items():
-        n = len(opener)
-        starts = [k + n for k in range(len(ids) - n) if torch.equal(ids[k : k + n], opener)]
-        if not starts:
-            return
-        end = next((k for k in range(starts[-1], len(ids)) if ids[k] in ends), len(ids) - 1)
-        found[i] = (states, ids, torch.arange(starts[-1], end + 1) - 1)
+    found = {i: (states, ids, _by_template(a, ids)) for i, (states, ids, _) in loaded.items()}
     share = _share(head, found, lambda s, at: head.final_norm(s[at, -1]))
     if _explains(share, max(result.share, result.restored)):
         result.cause_id, result.restored = "mask", share
         result.cause = "the loss mask is taken from the chat template: see mask.start, mask.end, mask.all_ones"
+
+
+def _by_template(a: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Positions that predict the last response, found by what the chat template opens and ends it with; else all."""
+    opener, ends = torch.tensor(a.template.generation_prompt()), torch.tensor(a.verifier.eos_token_ids)
+    n = len(opener)
+    starts = [k + n for k in range(len(ids) - n) if torch.equal(ids[k : k + n], opener)]
+    if not starts:
+        return torch.arange(len(ids) - 1)
+    end = next((k for k in range(starts[-1], len(ids)) if ids[k] in ends), len(ids) - 1)
+    return torch.arange(starts[-1] - 1, end)
 
 
 def _explains(share: float, plain: float) -> bool:

@@ -187,9 +187,7 @@ class StoreFiles:
         return states, ids.long()
 
     def mask(self, i: int) -> torch.Tensor:
-        """Loss mask [seq] of a sample, as bool; every token where no rows are there."""
-        if self.rows is None:
-            return torch.ones(self.sample(i)[1].shape[0], dtype=torch.bool)
+        """Loss mask [seq] of a sample, as bool; the rows must be there."""
         return torch.from_numpy(np.array(self.rows.mask(i))).bool()
 
     # ---- every byte ------------------------------------------------------------------------------------------
