@@ -1,4 +1,4 @@
-"""What other tools left: sample files and vocabulary mappings, turned into this workbook's own forms.
+"""What other tools left: samples, vocabulary mappings and drafts, turned into this workbook's own forms.
 
 ======================  ====================================================================================
 format                  one sample
@@ -28,14 +28,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from eagle3nb import build_vocab_mapping, conversations
+from eagle3nb import build_vocab_mapping, conversations, draft_config, export
 from eagle3nb.bridges import agreement, reading, reference
 from eagle3nb.bridges.artefacts import Artefacts, counts_of
 from eagle3nb.bridges.extract_hidden_states import AGREES, SAME
 from eagle3nb.bridges.store import StoreFiles
 from eagle3nb.chat_template import ChatTemplate
 from eagle3nb.errors import Refused
-from eagle3nb.files import sha256_json
+from eagle3nb.files import read_json, sha256_json, write_json
 from eagle3nb.samples import Declaration, Store
 from eagle3nb.verifier import Verifier
 
@@ -429,8 +429,49 @@ def _write_mapping(dest: Path, ids: torch.Tensor, verifier: Verifier, what: str)
     return f"{what}; {len(ids):,} of {verifier.vocab_size:,} tokens"
 
 
-def looks_like_vocabulary(path: Path) -> bool:
-    """Whether a path is a mapping, a list of ids or token counts, and no directory of samples."""
+# ---- drafts ----------------------------------------------------------------------------------------------------
+
+
+def import_draft(path: Path, dest: Path, verifier: Verifier, layer_ids: list[int] | None, say: Any = print) -> None:
+    """Write a draft config, or a whole checkpoint of EAGLE's naming, in speculators' form.
+
+    The same layer ids mean inputs of layers to vLLM and outputs to SGLang, and no config says which: ``layer_ids``
+    (inputs) must be given where a legacy config names some. Raises `Refused` else.
+    """
+    mine = draft_config.read(path)
+    named = (mine.get("eagle_config") or mine).get("eagle_aux_hidden_state_layer_ids")
+    if draft_config.is_legacy(mine) and layer_ids is None:
+        raise Refused(
+            f"{path}: its layer ids {named} mean inputs of layers to vLLM and outputs (one less) to SGLang, and it "
+            "does not say which: give --layer-ids as inputs of layers (for its samples they can be measured)"
+        )
+    if path.is_dir() and (path / "model.safetensors").is_file():
+        export.run(path, "vllm", dest, verifier=verifier.name, say=say)
+        made = read_json(dest / "config.json")
+    elif not draft_config.is_legacy(mine):
+        made = mine
+    else:
+        kind = list(getattr(verifier.config, "architectures", None) or [])
+        converted = draft_config.to_speculators(
+            mine, verifier=verifier.name, verifier_architectures=kind, layers=layer_ids
+        )
+        for field, value, became, why in converted.notes:
+            say(f"  {field:<44} {'' if value is None else value!s:<24.24} -> {became}{f'  ({why})' if why else ''}")
+        made = converted.config
+    if layer_ids is not None:
+        made["eagle_aux_hidden_state_layer_ids"] = layer_ids
+    write_json(dest / "config.json", made)
+    say(f"auxiliary layers: inputs of layers {made.get('eagle_aux_hidden_state_layer_ids')}")
+
+
+def kind_of(path: Path) -> str:
+    """What there is to import: ``samples``, ``vocabulary`` or ``draft``."""
     if path.is_dir():
-        return any((path / f"{n}{s}").is_file() for n in ("t2d", "d2t") for s in (".npy", ".pt"))
-    return path.suffix in (".npy", ".json") or (path.suffix == ".pt" and format_of(load(path)) is None)
+        if any((path / f"{n}{s}").is_file() for n in ("t2d", "d2t") for s in (".npy", ".pt")):
+            return "vocabulary"
+        return "draft" if (path / "config.json").is_file() else "samples"
+    if path.suffix == ".json":
+        return "draft" if isinstance(reading.json_file(path), dict) else "vocabulary"
+    if path.suffix in (".npy", ".pt") and (path.suffix == ".npy" or format_of(load(path)) is None):
+        return "vocabulary"
+    raise Refused(f"{path}: wanted a directory of samples, a mapping, token counts, a list of ids or a draft config")
