@@ -35,20 +35,20 @@ KIMI_SPECIAL = [
 ]  # fmt: skip
 
 
-def make(name: str, folder: Path, steps: int = 150) -> Path:
+def make(name: str, folder: Path) -> Path:
     """Write the tiny checkpoint called ``name`` to ``folder``."""
     if name not in MAKERS:
         raise Refused(f"tiny:{name}: unknown; known: {', '.join(MAKERS)}")
     if folder.is_dir() and any(folder.iterdir()):
         raise Refused(f"{folder} is not empty; give a new directory for the tiny checkpoint")
-    return MAKERS[name](folder, steps=steps)
+    return MAKERS[name](folder, steps=STEPS[name])
 
 
 def in_cache(name: str, cache_dir: Path) -> Path:
     """The tiny checkpoint called ``name`` in the cache directory, made once."""
     if name not in MAKERS:
         raise Refused(f"verifier tiny:{name}: unknown; known: {', '.join(f'tiny:{known}' for known in MAKERS)}")
-    return in_locked_folder(cache_dir / f"tiny-{name}-1", lambda folder: make(name, folder))
+    return in_locked_folder(cache_dir / f"tiny-{name}-2", lambda folder: make(name, folder))
 
 
 def tokenizer(
@@ -94,7 +94,8 @@ def llama(folder: Path, seed: int = 0, steps: int = 0, **changes: Any) -> Path:
 def kimi(folder: Path, seed: int = 0, steps: int = 0, **changes: Any) -> Path:
     """Write a tiny Kimi-K2.5 to ``folder``; ``changes`` go over its text config.
 
-    The head sizes of its attention are the published ones: vLLM's MLA kernels know no others.
+    The head sizes of its attention are the published ones: vLLM's MLA kernels know no others. The norms' epsilon is
+    1e-6 because transformers takes that for the norms inside the attention whatever the config says, and vLLM does not.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -107,7 +108,7 @@ def kimi(folder: Path, seed: int = 0, steps: int = 0, **changes: Any) -> Path:
         "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "topk_method": "noaux_tc",
         "scoring_func": "sigmoid", "norm_topk_prob": True, "max_position_embeddings": 1024,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "rms_norm_eps": 1e-5, "bos_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "rms_norm_eps": 1e-6, "bos_token_id": 0,
         "eos_token_id": 1, "pad_token_id": 12, "tie_word_embeddings": False, "num_nextn_predict_layers": 0,
     } | changes  # fmt: skip
     torch.manual_seed(seed)
@@ -201,3 +202,4 @@ def _teach(model: Any, words: Any, steps: int) -> None:
 
 
 MAKERS = {"llama": llama, "kimi-k2.5": kimi}
+STEPS = {"llama": 150, "kimi-k2.5": 75}  # of teaching

@@ -75,7 +75,7 @@ def test_the_command_and_what_it_refuses(tmp_path, monkeypatch, capsys):
 def test_made_once_into_the_cache(tmp_path, monkeypatch):
     made = []
     monkeypatch.setitem(
-        tiny.MAKERS, "llama", lambda folder, steps: made.append(folder) or tiny.llama(folder, num_hidden_layers=3)
+        tiny.MAKERS, "llama", lambda folder, steps=0: made.append(folder) or tiny.llama(folder, num_hidden_layers=3)
     )
     first = verifiers.resolve("tiny:llama", cache_dir=str(tmp_path))
     assert verifiers.resolve("tiny:llama", cache_dir=str(tmp_path)).path == first.path
