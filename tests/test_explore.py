@@ -5,7 +5,6 @@ from pathlib import Path
 
 import papermill
 import pytest
-import tiny
 import torch
 from conftest import ROOT
 
