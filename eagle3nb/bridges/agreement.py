@@ -12,9 +12,10 @@ from eagle3nb.verifier import GEMMA_STYLE_NORM, Verifier
 
 SAMPLES, POSITIONS = 16, 768  # samples looked at, response positions in all at most
 ROWS = 16384  # rows of lm_head at a time: 163840 x 7168 in float32 at once would be 4.7 GB
-# Share from which on nothing has to be explained. Measured, healthy: SmolLM2 0.997 (float32 engine), 0.985 (bfloat16);
-# tiny taught Llama 0.999. Broken on SmolLM2: norm left out 0.18, twice 0.36, shifted by one 0.01.
-AGREES = 0.95
+# Share from which on nothing has to be explained, and below which nothing but a fault is left. Measured, healthy:
+# SmolLM2 0.997 (float32 engine), 0.974 to 0.985 (bfloat16); tiny taught Llama 0.999. Broken on SmolLM2: norm left out
+# 0.18, twice 0.36, shifted by one 0.01.
+AGREES, BROKEN = 0.95, 0.8
 
 
 @dataclass

@@ -2,17 +2,16 @@
 
 import torch
 
-from eagle3nb.bridges.agreement import AGREES
+from eagle3nb.bridges.agreement import AGREES, BROKEN
 from eagle3nb.bridges.artefacts import Artefacts
 from eagle3nb.bridges.registry import Finding, check
 from eagle3nb.samples import CONVENTION, FORMAT
 
 BRIDGE = "extract_hidden_states"
-ON_POLICY = 0.9  # share of response tokens that are the verifier's own first choice; its own answers: 0.985 and more
-# Relative distance to the reference forward (float32, transformers). Measured on the right layer: SmolLM2 0.002 to
-# 0.006 (float32 and bfloat16 engine, bf16 on disk), tiny Llama 0.002; neighbours 0.02 and more.
+ON_POLICY = 0.9  # share of response tokens that are the verifier's own first choice; its own answers: 0.974 and more
+# Relative distance to the reference forward (float32, transformers). Measured on the right layer: SmolLM2 0.002
+# (float32 engine) to 0.016 (bfloat16), tiny Llama 0.002; neighbours 0.02 (middle layers, SmolLM2) to 0.9.
 SAME, NOTHING_LIKE_IT = 0.05, 0.6
-# The RMS of a residual stream grows with depth: of the last column against the first, SmolLM2 20, tiny Llama 1.6.
 CONSTANT = 1e-6  # spread of a layer's values over positions, relative to their size
 
 
@@ -288,7 +287,8 @@ def target_agreement(a: Artefacts) -> Finding:
     if found.share >= AGREES:
         return Finding("pass", observed, expected)
     if _greedy(a):
-        return Finding("fail", f"{observed}, and no known mistake explains it", expected)
+        verdict = "fail" if found.share < BROKEN else "warn"
+        return Finding(verdict, f"{observed}, and no known mistake explains it", expected)
     return Finding(
         "skip", f"{observed}: these answers are not the verifier's own greedy ones, so this proves nothing", expected
     )
