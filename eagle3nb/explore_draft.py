@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from eagle3nb import child, draft, prepare_data, stage
+from eagle3nb import child, draft, prepare_data, show, stage
 from eagle3nb.errors import Refused
 from eagle3nb.files import read_json
 from eagle3nb.params import Count, Int, NotebookParams, PrepareData
@@ -218,10 +218,18 @@ def _spans(sizes: list[int]) -> set[tuple[int, int]]:
     return out
 
 
-def as_served(response: dict[str, Any], num_speculative_tokens: int) -> dict[str, Any]:
+def as_served(tokenizer: Any, response: dict[str, Any], num_speculative_tokens: int) -> dict[str, Any]:
     """A response in the form of the evaluation's ``responses.json``, for `show.steps`."""
     drafted = {
         "tokens": response["tokens"][response["prompt_tokens"] :],
         "steps": [step["size"] for step in response["steps"]],
+        "drafts": [step["proposed"] for step in response["steps"]],
     }
-    return {"id": response["name"], "with_draft": {str(num_speculative_tokens): drafted}}
+    seen = {*drafted["tokens"], *(token for draft in drafted["drafts"] for token in draft)}
+    return {
+        "id": response["name"],
+        "kind": "step by step",
+        "text": tokenizer.decode(response["tokens"][: response["prompt_tokens"]]),
+        "texts": {str(token): show.token_text(tokenizer, token) for token in seen},
+        "with_draft": {str(num_speculative_tokens): drafted},
+    }

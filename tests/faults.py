@@ -750,12 +750,14 @@ def output_not_identical(run: Path) -> None:
     edit(stage.folder(run, "evaluate") / "result.json", lossless=False, identical_outputs=3)
 
 
-@fault("served.coverage", says="0.4")
+@fault("served.coverage", "served.predicted", says="0.4")
 def heldout_not_covered(run: Path) -> None:
     edit(stage.folder(run, "evaluate") / "result.json", draft_vocab_coverage=0.4)
+    edit(stage.folder(run, "train") / "result.json", predicted_acceptance_by_position=[0.01, 0.01, 0.01])
 
 
-@fault("served.useful", says="1.00 tokens")
+@fault("served.useful", "served.predicted", says="1.00 tokens")
 def never_accepted(run: Path) -> None:
-    edit(stage.folder(run, "evaluate") / "result.json", acceptance_length=1.0)
-    edit(stage.folder(run, "train") / "result.json", predicted_acceptance_by_position=[0.5, 0.3, 0.2])
+    nothing = {"acceptance_length": 1.0, "acceptance_by_position": [0.0, 0.0, 0.0], "acceptance_by_prompt": [1.0] * 6}
+    edit(stage.folder(run, "evaluate") / "result.json", **nothing)
+    edit(stage.folder(run, "train") / "result.json", predicted_acceptance_by_position=[0.9, 0.8, 0.7])

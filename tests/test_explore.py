@@ -72,7 +72,7 @@ def test_the_last_layer_predicts_the_next_tokens(finished_run):
 
 
 def test_the_lm_head_in_parts_is_the_lm_head(verifier_dir, monkeypatch):
-    verifier, hidden = resolve(str(verifier_dir)), torch.randn(5, tiny.HIDDEN)
+    verifier, hidden = resolve(str(verifier_dir)), torch.randn(5, resolve(str(verifier_dir)).hidden_size)
     monkeypatch.setattr(explore_hidden_states, "VOCABULARY_PART", 300)
     values, tokens, total = explore_hidden_states._top(verifier, hidden, 3)
     logits = hidden @ verifier.weight("lm_head").float().T

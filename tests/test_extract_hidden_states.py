@@ -77,7 +77,7 @@ def test_rows_and_masks_of_the_store(finished_run):
 
 @pytest.fixture
 def settings(prepared_run):
-    return ExtractHiddenStates(run_dir=str(prepared_run), layer_ids=[1, 3, 4], max_num_seqs=4, dtype="float32")
+    return ExtractHiddenStates(run_dir=str(prepared_run), layer_ids=[1, 3, 4], max_num_seqs=1, dtype="float32")
 
 
 def start_child(settings: ExtractHiddenStates) -> subprocess.Popen:

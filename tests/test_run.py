@@ -63,11 +63,11 @@ def test_running_it_again_does_nothing(copy_of_run, params_file, capsys):
 @pytest.mark.engine
 def test_a_changed_parameter_runs_that_stage_and_what_reads_it(copy_of_run, params_file):
     arguments = ["run", str(params_file), "--run-dir", str(copy_of_run), "--until", "train"]
-    assert main([*arguments, "-p", "build_vocab_mapping.draft_vocab_size=256", "-p", "train.epochs=1"]) == 0
+    assert main([*arguments, "-p", "build_vocab_mapping.draft_vocab_size=500", "-p", "train.epochs=1"]) == 0
     statuses = {s["name"]: s["status"] for s in read_json(copy_of_run / "run.json")["stages"]}
     assert statuses["extract_hidden_states"] == "cached"
     assert statuses["build_vocab_mapping"] == statuses["train"] == "done"
-    assert stage.result(copy_of_run, "train")["draft_vocab_size"] == 256
+    assert stage.result(copy_of_run, "train")["draft_vocab_size"] == 500
     assert statuses["evaluate"] == "pending"  # what it left was made with another draft
     record = read_json(copy_of_run / "run.json")
     assert record["status"] == "incomplete"
@@ -187,7 +187,7 @@ def test_ctrl_c_stops_the_child_and_the_same_command_goes_on(copy_of_run, params
     shutil.rmtree(stage.folder(copy_of_run, "evaluate"))
     command = [
         sys.executable, "-m", "eagle3nb", "run", str(params_file), "--run-dir", str(copy_of_run), "--until", "train",
-        "-p", "train.epochs=4",
+        "-p", "train.epochs=60",
     ]  # fmt: skip
     folder = stage.folder(copy_of_run, "train")
     runner = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)

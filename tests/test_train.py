@@ -131,8 +131,10 @@ def test_torchrun_over_nodes(ready):
         train.run(Train(run_dir=str(ready), torchrun={"node_rang": 1}))
 
 
-def test_what_speculators_refuses_is_one_line(ready):
-    fields = Train(run_dir=str(ready), num_layers=2, draft_config=stage.__file__)
+def test_what_speculators_refuses_is_one_line(ready, tmp_path):
+    path = tmp_path / "decoder.json"
+    path.write_text(json.dumps(stage.verifier(ready).config.to_dict()))
+    fields = Train(run_dir=str(ready), num_layers=2, draft_config=str(path))
     with pytest.raises(child.ChildFailed, match="speculators refuses the configuration") as caught:
         train.run(fields)
     assert "\n" not in str(caught.value)
