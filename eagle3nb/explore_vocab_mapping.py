@@ -43,6 +43,10 @@ class Vocabulary:
     heldout: dict[str, Counter]  # by kind; empty where no held-out response is known
 
     @property
+    def special(self) -> list[int]:
+        return self.verifier.special_token_ids
+
+    @property
     def size(self) -> int:
         return int(self.t2d.sum())
 
@@ -99,8 +103,9 @@ def coverage(counts: dict[int, int], t2d: torch.Tensor) -> float | None:
 
 
 def resized(vocabulary: Vocabulary, size: int) -> torch.Tensor:
-    """``t2d`` as the stage would build it at another size from the same counts."""
-    return build_vocab_mapping.build(vocabulary.counts, size, vocabulary.verifier.vocab_size, vocabulary.kept)[0]
+    """``t2d`` as the stage would build it at another size from the same counts; special tokens are always kept."""
+    kept = vocabulary.kept if len(vocabulary.kept) <= size else vocabulary.special
+    return build_vocab_mapping.build(vocabulary.counts, size, vocabulary.verifier.vocab_size, kept)[0]
 
 
 def what_if(vocabulary: Vocabulary, sizes: list[int]) -> list[tuple[Any, ...]]:
@@ -108,7 +113,7 @@ def what_if(vocabulary: Vocabulary, sizes: list[int]) -> list[tuple[Any, ...]]:
     heldout, known = vocabulary.heldout_counts, vocabulary.counts.keys() | set(vocabulary.kept)
     out = []
     for size in sorted({*sizes, vocabulary.size}):
-        if not len(vocabulary.kept) <= size <= vocabulary.verifier.vocab_size:
+        if not len(vocabulary.special) <= size <= vocabulary.verifier.vocab_size:
             continue
         t2d = resized(vocabulary, size)
         filler = sum(token not in known for token in t2d.nonzero().flatten().tolist())
@@ -153,7 +158,7 @@ def second(vocabulary: Vocabulary, settings: ExploreVocabMapping) -> tuple[str, 
     """(name, t2d) of the mapping to compare with."""
     if settings.other:
         return settings.other, read_t2d(settings.other, vocabulary.verifier.vocab_size)
-    half = max(vocabulary.size // 2, len(vocabulary.kept))
+    half = max(vocabulary.size // 2, len(vocabulary.special))
     return f"half the size ({half})", resized(vocabulary, half)
 
 

@@ -109,7 +109,8 @@ class Store:
 
         known = {row["i"]: row for row in read_jsonl(self.folder / "samples.jsonl")}
         for i in range(len(rows)):  # a crash between a sample and its line leaves a gap
-            known.setdefault(i, {"i": i, "tokens": rows[i]["seq_len"], "sha256": sha256_file(self.sample_path(i))})
+            if i not in known:
+                known[i] = {"i": i, "tokens": rows[i]["seq_len"], "sha256": sha256_file(self.sample_path(i))}
         lines = [known[i] for i in range(len(rows))]
         write_bytes(self.folder / "samples.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
 

@@ -56,17 +56,16 @@ def run(params: Train, on_poll: Callable[[], None] | None = None) -> dict[str, A
             **done | {"best_checkpoint": str(best.relative_to(here.folder))},
             layer_ids=extracted["layer_ids"][:-1],
             draft_vocab_size=mapping["draft_vocab_size"],
-            validation_positions=_validation_positions(params),
+            validation_rows=_validation_rows(params),
             checkpoint_sha256=sha256_file(best / "model.safetensors"),
             checkpoint_bytes=(best / "model.safetensors").stat().st_size,
         )
 
 
-def _validation_positions(params: Train) -> int:
-    """Response tokens of the rows that validate: the last ones, as speculators splits them."""
-    rows = Store(stage.folder(params.run_dir, "extract_hidden_states") / "store").dataset()
-    first = int(len(rows) * params.train_share)
-    return sum(int(row["loss_mask"].sum()) for row in rows.select(range(first, len(rows))))
+def _validation_rows(params: Train) -> int:
+    """How many rows validate: the last ones, as speculators splits them."""
+    rows = len(Store(stage.folder(params.run_dir, "extract_hidden_states") / "store"))
+    return rows - int(rows * params.train_share)
 
 
 def launcher(num_gpus: int | None, torchrun: dict[str, Any]) -> list[str] | None:

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import papermill
 import pytest
+import torch
 from conftest import ROOT
 
 from eagle3nb import evaluate, explore_draft, explore_hidden_states, explore_vocab_mapping, stage, tiny
 from eagle3nb.errors import Refused
 from eagle3nb.samples import Store
+from eagle3nb.verifier import resolve
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import explore as bench
@@ -67,6 +69,16 @@ def test_the_last_layer_predicts_the_next_tokens(finished_run):
     assert sum(row[3] == "✓" for row in rows) >= len(rows) - 1
     first, second = (float(text.split()[-1]) for text in rows[0][4:6])
     assert first >= second > 0
+
+
+def test_the_lm_head_in_parts_is_the_lm_head(verifier_dir, monkeypatch):
+    verifier, hidden = resolve(str(verifier_dir)), torch.randn(5, tiny.HIDDEN)
+    monkeypatch.setattr(explore_hidden_states, "VOCABULARY_PART", 300)
+    values, tokens, total = explore_hidden_states._top(verifier, hidden, 3)
+    logits = hidden @ verifier.weight("lm_head").float().T
+    assert torch.equal(tokens, logits.topk(3).indices)
+    torch.testing.assert_close(values, logits.topk(3).values)
+    torch.testing.assert_close(total, logits.logsumexp(-1), atol=0.01, rtol=0)
 
 
 @pytest.mark.engine

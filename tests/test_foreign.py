@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3nb import child, foreign, stage
+from eagle3nb import build_vocab_mapping, child, foreign, stage
 from eagle3nb.cli import main
 from eagle3nb.engine import reference
 from eagle3nb.errors import Refused
@@ -299,7 +299,9 @@ def test_counts_become_a_mapping(as_tensor, finished_run, mapping, verifier, tmp
     with pytest.raises(Refused, match="--draft-vocab-size"):
         foreign.import_vocabulary(tmp_path / "freq.pt", tmp_path / "b", verifier)
     foreign.import_vocabulary(tmp_path / "freq.pt", tmp_path / "b", verifier, len(mapping[1]))
-    assert torch.equal(pair(tmp_path / "b")[0], mapping[0])
+    seen = torch.load(stage.folder(finished_run, "build_vocab_mapping") / "token_freq.pt")
+    special, size = verifier.special_token_ids, len(mapping[1])
+    assert torch.equal(pair(tmp_path / "b")[0], build_vocab_mapping.build(seen, size, verifier.vocab_size, special)[0])
 
 
 def test_mapping_of_another_verifier(verifier, tmp_path):
@@ -374,3 +376,29 @@ def test_the_notebook_runs_by_papermill(finished_run, verifier, tmp_path, monkey
     assert all(o.output_type != "error" for cell in cells for o in cell.outputs)
     assert sum(bool(cell.outputs) for cell in cells) == len(cells) - 3  # the given and the injected parameters, imports
     assert "not their offsets" in str(cells[-1].outputs)
+
+
+# ---- drafts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_legacy_config_is_imported_with_layers_that_are_said(finished_run, verifier, tmp_path, capsys):
+    old = older_artefacts(finished_run, tmp_path / "old") / "draft_config.json"
+    arguments = ["import", str(old), str(tmp_path / "new"), "--verifier", str(verifier.path)]
+    assert main(arguments) == 2
+    assert "its layer ids [0, 2, 3] mean inputs of layers to vLLM and outputs" in capsys.readouterr().err
+    assert main([*arguments, "--layer-ids", "1,3,4"]) == 0
+    assert "norm_before_residual" in capsys.readouterr().out  # defaulted, and said so
+    assert main(["check", str(tmp_path / "new" / "config.json"), "--verifier", str(verifier.path), "--json"]) == 1
+    found = {e["id"]: e["verdict"] for e in json.loads(capsys.readouterr().out)}
+    assert {id for id, verdict in found.items() if verdict == "fail"} == {"draft.rms_eps"}
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+
+
+def test_a_checkpoint_of_the_other_naming_comes_back_bit_for_bit(copy_of_run, verifier, tmp_path):
+    mine = faults.checkpoint(copy_of_run)
+    assert main(["export", str(mine), str(tmp_path / "sglang"), "--to", "sglang", "--anyway"]) == 0
+    arguments = ["import", str(tmp_path / "sglang"), str(tmp_path / "back"), "--verifier", str(verifier.path)]
+    assert main([*arguments, "--layer-ids", "1,3,4"]) == 0
+    before, after = load_file(mine / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -2,19 +2,16 @@
 
 import torch
 
+from eagle3nb.bridges.agreement import AGREES, BROKEN
 from eagle3nb.bridges.artefacts import Artefacts
 from eagle3nb.bridges.registry import Finding, check
 from eagle3nb.samples import CONVENTION, FORMAT
 
 BRIDGE = "extract_hidden_states"
-# argmax(lm_head(norm(h))) against the next token, greedy answers of the verifier itself. Measured, healthy: SmolLM2
-# 0.997 (float32 engine), 0.985 (bfloat16); tiny taught Llama 0.999 (float32). Broken on SmolLM2: norm left out 0.18,
-# twice 0.36, shifted by one 0.01.
-AGREES, ON_POLICY = 0.95, 0.9
-# Relative distance to the reference forward (float32, transformers). Measured on the right layer: SmolLM2 0.002 to
-# 0.006 (float32 and bfloat16 engine, bf16 on disk), tiny Llama 0.002; neighbours 0.02 and more.
+ON_POLICY = 0.9  # share of response tokens that are the verifier's own first choice; its own answers: 0.974 and more
+# Relative distance to the reference forward (float32, transformers). Measured on the right layer: SmolLM2 0.002
+# (float32 engine) to 0.016 (bfloat16), tiny Llama 0.002; neighbours 0.02 (middle layers, SmolLM2) to 0.9.
 SAME, NOTHING_LIKE_IT = 0.05, 0.6
-# The RMS of a residual stream grows with depth: of the last column against the first, SmolLM2 20, tiny Llama 1.6.
 CONSTANT = 1e-6  # spread of a layer's values over positions, relative to their size
 
 
@@ -282,14 +279,16 @@ def target_agreement(a: Artefacts) -> Finding:
     """Share of response positions whose next token is argmax(lm_head(final_norm(h))); the mistake that restores it."""
     found = a.agreement
     observed = f"{found.share:.3f} of {found.positions} positions"
-    if found.cause:
-        text = f"{observed}; {found.restored:.3f} if {found.cause}"
-        return Finding("fail", text, f"{AGREES} and more on the verifier's own greedy answers")
-    if found.share >= AGREES:
-        return Finding("pass", observed, f"{AGREES} and more on the verifier's own greedy answers")
     expected = f"{AGREES} and more on the verifier's own greedy answers"
+    if not found.positions:
+        return Finding("skip", "no response tokens in the samples looked at", expected)
+    if found.cause:
+        return Finding("fail", f"{observed}; {found.restored:.3f} if {found.cause}", expected)
+    if found.share >= AGREES:
+        return Finding("pass", observed, expected)
     if _greedy(a):
-        return Finding("fail", f"{observed}, and no known mistake explains it", expected)
+        verdict = "fail" if found.share < BROKEN else "warn"
+        return Finding(verdict, f"{observed}, and no known mistake explains it", expected)
     return Finding(
         "skip", f"{observed}: these answers are not the verifier's own greedy ones, so this proves nothing", expected
     )
@@ -343,8 +342,13 @@ def last_state(a: Artefacts) -> Finding:
 def layers(a: Artefacts) -> Finding:
     """Every auxiliary column against the input of every layer in a reference forward: the nearest one is what it is."""
     ref, wrong, right = a.reference, [], []
+    columns = ref.over_samples.shape[1]
+    if columns != len(a.layer_ids):
+        return Finding(
+            "skip", f"{columns} columns for layers {a.layer_ids}: see samples.columns", str(a.layer_ids[:-1])
+        )
     for c, declared_id in enumerate(a.layer_ids[:-1]):
-        if c >= ref.over_samples.shape[1] - 1 or not 0 <= declared_id <= ref.num_layers:
+        if not 0 <= declared_id <= ref.num_layers:
             wrong.append(f"column {c} is declared as layer {declared_id}, which cannot be")
             continue
         shift, candidate, distance = _best(ref, c)
@@ -453,8 +457,12 @@ def growth(a: Artefacts) -> Finding:
 )
 def on_policy(a: Artefacts) -> Finding:
     """Share of response tokens that are the verifier's own first choice, by its stored last states."""
+    if _greedy(a):
+        return Finding("pass", "the verifier wrote them itself, greedily (store.json)", f"{ON_POLICY} and more")
     found = a.agreement
     share = found.restored if found.cause else found.share
+    if not found.positions:
+        return Finding("skip", "no response tokens in the samples looked at", f"{ON_POLICY} and more")
     observed = f"{share:.3f} of {found.positions} response tokens"
     return Finding("pass" if share >= ON_POLICY else "warn", observed, f"{ON_POLICY} and more")
 

@@ -166,8 +166,8 @@ def start(a: Artefacts) -> Finding:
     wrong: dict[str, Cases] = {}
     places = 0
     for i, (ids, mask) in enumerate(a.answered):
-        if len(ids) != len(mask) or not len(mask) or (mask == mask[0]).all():
-            continue  # other checks say so
+        if not _plain(ids, mask):
+            continue
         good = _after(ids, opener)
         for p in _rises(mask):
             places += 1
@@ -198,12 +198,15 @@ def start(a: Artefacts) -> Finding:
 )
 def end(a: Artefacts) -> Finding:
     """The last token of each masked stretch: an end of turn, or the end of a row that was cut off."""
-    ends = np.array(a.verifier.eos_token_ids)
+    ends, opener = np.array(a.verifier.eos_token_ids), np.array(a.template.generation_prompt())
     before, after, places = Cases(), Cases(), 0
     for i, (ids, mask) in enumerate(a.answered):
-        if len(ids) != len(mask) or not len(mask) or (mask == 0).all() or (mask == 1).all():
+        if not _plain(ids, mask):
             continue
+        begins = _after(ids, opener)
         for first, last in _stretches(mask):
+            if not {first - 1, first, first + 1} & begins:
+                continue  # it does not begin where it should: mask.start says so
             places += 1
             inside = np.isin(ids[first:last], ends)  # without the last token
             if inside.any():
@@ -240,6 +243,11 @@ def template(a: Artefacts) -> Finding:
     if cases.count > own:
         return Finding("fail", f"{cases.count:,} of {len(a.rows):,} rows open otherwise: {cases}", expected)
     return Finding("pass", f"all {len(a.rows):,} rows", expected)
+
+
+def _plain(ids: np.ndarray, mask: np.ndarray) -> bool:
+    """Whether a mask has both 0 and 1 and nothing else, one per token; where not, other checks say so."""
+    return len(ids) == len(mask) > 0 and bool(np.isin(mask, (0, 1)).all()) and not (mask == mask[0]).all()
 
 
 def _rises(mask: np.ndarray) -> np.ndarray:

@@ -226,12 +226,12 @@ class TokenRows:
         return self.table.num_rows
 
     def ids(self, i: int) -> np.ndarray:
-        """Token ids [seq] of row i."""
-        return self._ids[i].values.to_numpy()
+        """Token ids [seq] of row i, int64."""
+        return _numbers(self._ids[i])
 
     def mask(self, i: int) -> np.ndarray:
         """Loss mask [seq] of row i: 1 = response token."""
-        return self._mask[i].values.to_numpy()
+        return _numbers(self._mask[i])
 
     def value(self, name: str, i: int) -> Any:
         """Another column's value, None where there is no such column."""
@@ -241,7 +241,12 @@ class TokenRows:
         """(token ids, loss mask) per row."""
         for ids, mask in zip(self._ids.chunks, self._mask.chunks, strict=True):
             for k in range(len(ids)):
-                yield ids[k].values.to_numpy(), mask[k].values.to_numpy()
+                yield _numbers(ids[k]), _numbers(mask[k])
+
+
+def _numbers(cell: Any) -> np.ndarray:
+    """A list cell as int64, in place where it is that already: datasets writes small ids as int32."""
+    return cell.values.to_numpy().astype(np.int64, copy=False)
 
 
 def _why(error: BaseException) -> str:

@@ -155,11 +155,27 @@ class StoreFiles:
     # ---- some samples ----------------------------------------------------------------------------------------
 
     def some(self, count: int) -> list[int]:
-        """Numbers of up to ``count`` samples, spread evenly over the store."""
-        total = self.count
-        if self.rows is None and not self.only:
-            return sorted(islice(self.numbers(), count))
-        return sorted({k * total // count for k in range(min(count, total))} if total > count else range(total))
+        """Numbers of up to ``count`` samples that can be read, spread evenly over the store."""
+        total, found = self.count, []
+        unnumbered = self.rows is None and not self.only
+        candidates = sorted(islice(self.numbers(), 4 * count)) if unnumbered else range(total)
+        step = max(1, len(candidates) // count)
+        for k in range(0, len(candidates), step):
+            # A damaged one is reported by other checks; its neighbour stands in for it here.
+            good = next((i for i in candidates[k : k + step][:8] if self._usable(i)), None)
+            if good is not None and len(found) < count:
+                found.append(good)
+        return found
+
+    def _usable(self, i: int) -> bool:
+        path = self.path(i)
+        try:
+            header = reading.safetensors_header(path)
+            states, ids = header["hidden_states"].shape, header["token_ids"].shape
+        except (Refused, KeyError):
+            return False
+        good = len(states) == 3 and len(ids) == 1 and states[0] == ids[0] and not reading.leads_away(path, path.parent)
+        return good and (self.rows is None or len(self.rows.ids(i)) == ids[0])
 
     def sample(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden states [seq, layers, hidden], token ids [seq]) of one sample."""
@@ -171,9 +187,7 @@ class StoreFiles:
         return states, ids.long()
 
     def mask(self, i: int) -> torch.Tensor:
-        """Loss mask [seq] of a sample, as bool; every token where no rows are there."""
-        if self.rows is None:
-            return torch.ones(self.sample(i)[1].shape[0], dtype=torch.bool)
+        """Loss mask [seq] of a sample, as bool; the rows must be there."""
         return torch.from_numpy(np.array(self.rows.mask(i))).bool()
 
     # ---- every byte ------------------------------------------------------------------------------------------

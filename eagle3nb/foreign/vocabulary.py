@@ -1,0 +1,85 @@
+"""Vocabulary mappings in any form, lists of ids and token counts, turned into ``t2d`` and ``d2t`` of offsets."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3nb import build_vocab_mapping
+from eagle3nb.bridges import reading
+from eagle3nb.bridges.artefacts import counts_of
+from eagle3nb.errors import Refused
+from eagle3nb.verifier import Verifier
+
+
+def import_vocabulary(path: Path, dest: Path, verifier: Verifier, draft_vocab_size: int | None = None) -> str:
+    """Write ``t2d``/``d2t`` (and counts) out of a foreign mapping, list of ids or token counts; says what it was."""
+    value = _vocabulary_value(path)
+    if isinstance(value, tuple):
+        what, ids = value
+        return _write_mapping(dest, ids, verifier, f"{path.name}: {what}")
+    counts = counts_of(value, path)
+    if draft_vocab_size is None:
+        raise Refused(f"{path}: token counts; say how many tokens the draft shall have (--draft-vocab-size)")
+    counts = build_vocab_mapping.load_counts(path, verifier.vocab_size)
+    t2d, d2t = build_vocab_mapping.build(counts, draft_vocab_size, verifier.vocab_size, verifier.special_token_ids)
+    build_vocab_mapping.save(dest, t2d, d2t, counts)
+    return f"{path.name}: token counts; {draft_vocab_size:,} tokens chosen"
+
+
+def _vocabulary_value(path: Path) -> Any:
+    """(what it is, verifier ids) of a mapping, or the value of a file of counts."""
+    if path.is_dir():
+        files = [p for n in ("t2d", "d2t") for s in (".npy", ".pt") if (p := path / f"{n}{s}").is_file()]
+        if not files:
+            raise Refused(f"{path}: no t2d or d2t in it")
+        path = files[0]
+    value = reading.json_file(path) if path.suffix == ".json" else reading.tensor_file(path)
+    if isinstance(value, dict) and {"t2d", "d2t"} & set(value):
+        return _ids_of(value.get("t2d"), value.get("d2t"), path)
+    if path.stem in ("t2d", "d2t"):
+        other = [path.with_stem(n) for n in ("t2d", "d2t")]
+        return _ids_of(*(reading.tensor_file(p) if p.is_file() else None for p in other), path)
+    if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
+        return _ids_of(value, None, path)
+    if isinstance(value, list):
+        if not value or not all(type(i) is int for i in value):
+            raise Refused(f"{path}: a list of other things than ids")
+        return "a list of verifier ids", torch.tensor(sorted(set(value)))
+    return value
+
+
+def _ids_of(t2d: Any, d2t: Any, path: Path) -> tuple[str, torch.Tensor]:
+    """Verifier ids of a pair: by t2d, which cannot be misread; by d2t alone only where one reading is possible."""
+    if t2d is not None:
+        ids = torch.as_tensor(t2d).flatten().bool().nonzero().flatten()
+        if d2t is None:
+            return "t2d", ids
+        d2t = torch.as_tensor(d2t).flatten().long()
+        if len(d2t) != len(ids):
+            raise Refused(
+                f"{path}: t2d selects {len(ids):,} tokens, d2t has {len(d2t):,} entries: two different builds"
+            )
+        if torch.equal(ids, d2t + torch.arange(len(d2t))):
+            return "t2d and d2t of offsets", ids
+        if torch.equal(ids, d2t.sort().values):
+            return "t2d and d2t of ids (offsets were wanted; written so)", ids
+        raise Refused(f"{path}: t2d and d2t are of different builds; rebuild them from the token counts")
+    d2t = torch.as_tensor(d2t).flatten().long()
+    rising = bool((d2t[1:] > d2t[:-1]).all())
+    targets = d2t + torch.arange(len(d2t))
+    if rising and bool((targets[1:] > targets[:-1]).all()):
+        raise Refused(f"{path}: d2t alone, which can be read as ids and as offsets; give t2d beside it")
+    return "d2t of offsets", targets
+
+
+def _write_mapping(dest: Path, ids: torch.Tensor, verifier: Verifier, what: str) -> str:
+    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= verifier.vocab_size:
+        top = int(ids.max()) if len(ids) else -1
+        raise Refused(
+            f"{what}: ids up to {top}; wanted ids below {verifier.vocab_size}: a mapping of another verifier?"
+        )
+    t2d = torch.zeros(verifier.vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    build_vocab_mapping.save(dest, t2d, ids - torch.arange(len(ids)), None)
+    return f"{what}; {len(ids):,} of {verifier.vocab_size:,} tokens"
