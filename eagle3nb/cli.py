@@ -92,8 +92,17 @@ def main(arguments: list[str] | None = None) -> int:
             "tiny": _tiny,
         }  # fmt: skip
         return commands[args.command](args)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if args.command not in ("import", "export", "report"):  # these read what others wrote, of any form
+            raise
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        print(f"eagle3nb: {args.command}: a file there has a form that cannot be used ({why})", file=sys.stderr)
+        return 2
     except Refused as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"eagle3nb: {error.filename or args.command}: {error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         how = f": {stopped}" if str(stopped) else ""
@@ -126,6 +135,8 @@ def _check(args: argparse.Namespace) -> int:
 
     from eagle3nb import bridges, show, verifier
 
+    if not args.path.strip():
+        raise Refused("check: an empty path; name what to check")
     given = verifier.resolve(args.verifier, trust_remote_code=args.trust_remote_code) if args.verifier else None
     artefacts, entries = bridges.check_path(args.path, given, args.against, args.deep)
     if args.json:
@@ -147,6 +158,7 @@ def _import(args: argparse.Namespace) -> int:
     except ValueError:
         raise Refused(f"--layer-ids {args.layer_ids}: wanted numbers with commas, e.g. 2,30,58") from None
     kind = foreign.kind_of(source)
+    foreign.check_destination(source, dest, kind)
     if kind == "vocabulary":
         print(foreign.import_vocabulary(source, dest, found, args.draft_vocab_size))
     elif kind == "draft":
@@ -195,7 +207,7 @@ def _shard(args: argparse.Namespace) -> int:
     from eagle3nb.run import of_run_dir
 
     k, slash, n = args.part.partition("/")
-    if not (slash and k.isdigit() and n.isdigit() and int(n)):
+    if not (slash and k.isdecimal() and n.isdecimal() and int(n)):
         raise Refused(f"{args.part}: wanted K/N, e.g. 0/4 for the first of four parts")
     fields = of_run_dir(args.run).extract_hidden_states
     print(extract_hidden_states.run_shard(fields.model_copy(update={"run_dir": args.run}), int(k), int(n)))

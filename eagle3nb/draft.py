@@ -26,9 +26,13 @@ def config(path: Path) -> dict[str, Any]:
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint by name."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    return load_file(path / "model.safetensors")
+    try:
+        return load_file(path / "model.safetensors")
+    except (SafetensorError, OSError) as error:
+        raise Refused(f"{path / 'model.safetensors'}: no whole safetensors file ({error}); fetch it again") from None
 
 
 def predicted_acceptance(validation: dict[str, float]) -> list[float]:

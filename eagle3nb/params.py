@@ -195,6 +195,9 @@ def load(path: Path | str, overrides: list[str] = ()) -> Params:
     if not isinstance(raw, dict):
         raise Refused(f"{path}: a mapping of sections is wanted, found {type(raw).__name__}")
     raw = {"name": path.stem} | {key: {} if value is None else value for key, value in raw.items()}
+    for section, fields in raw.items():
+        if isinstance(fields, dict) and "run_dir" in fields:
+            raise Refused(f"{path}: {section}.run_dir: the runner sets it; use --run-dir")
     for override in overrides:
         apply_override(raw, override)
     return validate(Params, raw, str(path))
@@ -209,6 +212,8 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     if not equals or not dot:
         raise Refused(f"-p {override}: wanted section.field=value, e.g. train.epochs=5")
     parts = field.split(".")  # section.field, or section.field.key of a dict such as engine_args
+    if field == "run_dir":
+        raise Refused(f"-p {override}: the runner sets it; use --run-dir")
     target = raw.setdefault(section, {})
     for part in parts[:-1]:
         target = target.setdefault(part, {}) if isinstance(target, dict) else {}

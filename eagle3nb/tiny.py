@@ -39,8 +39,8 @@ def make(name: str, folder: Path) -> Path:
     """Write the tiny checkpoint called ``name`` to ``folder``."""
     if name not in MAKERS:
         raise Refused(f"tiny:{name}: unknown; known: {', '.join(MAKERS)}")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise Refused(f"{folder} is not empty; give a new directory for the tiny checkpoint")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Refused(f"{folder} is a file or not empty; give a new directory for the tiny checkpoint")
     return MAKERS[name](folder, steps=STEPS[name])
 
 

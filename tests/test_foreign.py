@@ -402,3 +402,44 @@ def test_a_checkpoint_of_the_other_naming_comes_back_bit_for_bit(copy_of_run, ve
     before, after = load_file(mine / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# ---- what must not be lost -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dest", ["source", "source/inside", "full", "file"])
+def test_import_writes_over_nothing(dest, finished_run, verifier, tmp_path, capsys):
+    source = tmp_path / "source"
+    source.mkdir()
+    v1(finished_run, source)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert main(["import", str(source), str(tmp_path / dest), "--verifier", str(verifier.path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_two_sources_are_not_mixed(finished_run, verifier, tmp_path, monkeypatch):
+    from eagle3nb.foreign import samples
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        v1(finished_run, tmp_path / name)
+    a, b = (torch.load(tmp_path / "two" / f"data_{i}.pt") for i in (0, 1))
+    torch.save(b, tmp_path / "two" / "data_0.pt"), torch.save(a, tmp_path / "two" / "data_1.pt")
+    foreign.import_samples(foreign.source(tmp_path / "one"), tmp_path / "store", verifier)
+    declared = Store(tmp_path / "store").info
+    monkeypatch.setattr(samples, "sha256_json", lambda *_: declared["data_sha256"])  # same names and sizes
+    with pytest.raises(Refused, match="holds another sample 0"):
+        foreign.import_samples(foreign.source(tmp_path / "two"), tmp_path / "store", verifier)
+
+
+def test_forms_of_a_mapping_that_disagree(mapping, verifier, tmp_path, capsys):
+    VOCABULARIES["npy"](tmp_path, *mapping)
+    other = mapping[0].clone()
+    other[mapping[0].nonzero()[3]] = False
+    torch.save(other, tmp_path / "t2d.pt")
+    assert main(["check", str(tmp_path)]) == 2
+    assert "t2d.npy and t2d.pt disagree" in capsys.readouterr().err

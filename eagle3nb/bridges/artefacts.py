@@ -248,8 +248,8 @@ def of_run(run_dir: Path | str, verifier: Verifier | None = None, deep: bool = F
 
 def identify(path: Path, verifier: Verifier | None = None, deep: bool = False) -> Artefacts:
     """Find out what ``path`` is and open it; `Refused` where it is nothing that is known here."""
-    if not path.exists():
-        raise Refused(f"{path}: no such file or directory")
+    if not (path.is_file() or path.is_dir()):
+        raise Refused(f"{path}: no such file or directory" if not path.exists() else f"{path}: no ordinary file")
     if path.is_dir():
         return _identify_folder(path, verifier, deep)
     a = Artefacts(path, "", verifier, deep)
@@ -325,8 +325,11 @@ def mapping_in(folder: Path, suffix: str | None = None) -> Mapping:
     parts: dict[str, torch.Tensor | None] = {}
     for name in ("t2d", "d2t"):
         paths = [reading.inside(folder, f"{name}{s}") for s in ((suffix,) if suffix else (".npy", ".pt"))]
-        path = next((p for p in paths if p), None)
-        parts[name] = reading.tensor_file(path) if path else None
+        found = [(p, reading.tensor_file(p)) for p in paths if p]
+        for path, other in found[1:]:
+            if isinstance(other, torch.Tensor) and not torch.equal(other, found[0][1]):
+                raise Refused(f"{folder}: {found[0][0].name} and {path.name} disagree; keep the one you mean")
+        parts[name] = found[0][1] if found else None
     return _pair(parts["t2d"], parts["d2t"], folder)
 
 

@@ -75,6 +75,7 @@ def truncated(a: Artefacts) -> Finding:
     ends = np.array(a.verifier.eos_token_ids)
     cut = sum(1 for ids, mask in a.answered if len(ids) and mask[-1] == 1 and ids[-1] not in ends)
     share, generated = cut / max(1, len(a.answered)), (a.declared or {}).get("responses") == "generate"
+    generated = generated or "imported" in (a.declared or {})  # then nobody knows
     observed = f"{share:.0%} of {len(a.answered):,} rows" + (" (generated, cut at max_new_tokens)" if generated else "")
     if share > CUT_FAIL and not generated:
         return Finding("fail", observed, f"at most {CUT_FAIL:.0%}")

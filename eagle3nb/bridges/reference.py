@@ -54,6 +54,8 @@ def measure(verifier: Verifier, store: StoreFiles) -> Reference:
     verifier.complete()
     child.refuse_if_no_module("transformers")
     samples = store.some(SAMPLES)
+    if not samples:
+        raise Refused("no sample that can be read")
     with tempfile.TemporaryDirectory(prefix="eagle3nb-reference-") as folder:
         job = {
             "verifier_path": str(verifier.path),

@@ -12,8 +12,21 @@ from eagle3nb.foreign.samples import Convention, Source, format_of, import_sampl
 from eagle3nb.foreign.vocabulary import import_vocabulary
 
 __all__ = [
-    "Convention", "Source", "import_draft", "import_samples", "import_vocabulary", "kind_of", "measure", "source",
+    "Convention", "Source", "check_destination", "import_draft", "import_samples", "import_vocabulary", "kind_of",
+    "measure", "source",
 ]  # fmt: skip
+
+
+def check_destination(path: Path, dest: Path, kind: str) -> None:
+    """`Refused` where writing to ``dest`` would touch the source or what somebody else left there."""
+    here, there = path.resolve(), dest.resolve()
+    if there in (here, here.parent) or (path.is_dir() and there.is_relative_to(here)):
+        raise Refused(f"{dest}: lies in the source {path}, which is only read; give another directory")
+    if dest.exists() and not dest.is_dir():
+        raise Refused(f"{dest}: is a file; give a new directory")
+    goes_on = kind == "samples" and (dest / "store.json").is_file()
+    if dest.is_dir() and any(dest.iterdir()) and not goes_on:
+        raise Refused(f"{dest}: is not empty; give a new directory")
 
 
 def kind_of(path: Path) -> str:

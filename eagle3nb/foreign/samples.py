@@ -311,11 +311,17 @@ def import_samples(
             raise Refused(f"{src.name(i)}: {found} layers; wanted {wanted} like the first sample")
         mask = _mask(sample, masks, i, src)
         rows.append({"input_ids": sample.ids.tolist(), "loss_mask": mask, "seq_len": len(mask)})
-        if i in done:
-            continue
         if convention.last_is_normed:
             sample.columns[-1] = sample.columns[-1].float() / weight
-        store.write(i, torch.stack([c.to(torch.bfloat16) for c in sample.columns], 1), sample.ids.tolist())
+        states = torch.stack([c.to(torch.bfloat16) for c in sample.columns], 1)
+        if i not in done:
+            store.write(i, states, sample.ids.tolist())
+        elif store.token_ids(i) != sample.ids.tolist() or not torch.equal(
+            store.hidden_states(i, slice(0, 2)), states[:2]
+        ):
+            raise Refused(
+                f"{dest} holds another sample {i} than {src.name(i)}: of another import; give a new directory"
+            )
         if (i + 1) % 1000 == 0:
             say(f"{i + 1:,}/{len(src):,} samples")
     store.finish(rows, imported={"from": src.form, "conventions": convention.how, "size_of_last_state": (

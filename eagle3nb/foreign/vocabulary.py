@@ -7,14 +7,16 @@ import torch
 
 from eagle3nb import build_vocab_mapping
 from eagle3nb.bridges import reading
-from eagle3nb.bridges.artefacts import counts_of
+from eagle3nb.bridges.artefacts import counts_of, mapping_in
 from eagle3nb.errors import Refused
 from eagle3nb.verifier import Verifier
+
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def import_vocabulary(path: Path, dest: Path, verifier: Verifier, draft_vocab_size: int | None = None) -> str:
     """Write ``t2d``/``d2t`` (and counts) out of a foreign mapping, list of ids or token counts; says what it was."""
-    value = _vocabulary_value(path)
+    value = _vocabulary_value(path, verifier.vocab_size)
     if isinstance(value, tuple):
         what, ids = value
         return _write_mapping(dest, ids, verifier, f"{path.name}: {what}")
@@ -27,31 +29,41 @@ def import_vocabulary(path: Path, dest: Path, verifier: Verifier, draft_vocab_si
     return f"{path.name}: token counts; {draft_vocab_size:,} tokens chosen"
 
 
-def _vocabulary_value(path: Path) -> Any:
+def _vocabulary_value(path: Path, vocabulary: int) -> Any:
     """(what it is, verifier ids) of a mapping, or the value of a file of counts."""
     if path.is_dir():
+        mapping_in(path)  # refuses two forms that disagree
         files = [p for n in ("t2d", "d2t") for s in (".npy", ".pt") if (p := path / f"{n}{s}").is_file()]
         if not files:
             raise Refused(f"{path}: no t2d or d2t in it")
         path = files[0]
     value = reading.json_file(path) if path.suffix == ".json" else reading.tensor_file(path)
     if isinstance(value, dict) and {"t2d", "d2t"} & set(value):
-        return _ids_of(value.get("t2d"), value.get("d2t"), path)
+        return _ids_of(value.get("t2d"), value.get("d2t"), path, vocabulary)
     if path.stem in ("t2d", "d2t"):
         other = [path.with_stem(n) for n in ("t2d", "d2t")]
-        return _ids_of(*(reading.tensor_file(p) if p.is_file() else None for p in other), path)
+        return _ids_of(*(reading.tensor_file(p) if p.is_file() else None for p in other), path, vocabulary)
     if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
-        return _ids_of(value, None, path)
+        return _ids_of(value, None, path, vocabulary)
     if isinstance(value, list):
-        if not value or not all(type(i) is int for i in value):
-            raise Refused(f"{path}: a list of other things than ids")
+        if not value or not all(type(i) is int and 0 <= i < vocabulary for i in value):
+            raise Refused(f"{path}: a list of other things than ids of the verifier, from 0 to {vocabulary - 1}")
         return "a list of verifier ids", torch.tensor(sorted(set(value)))
     return value
 
 
-def _ids_of(t2d: Any, d2t: Any, path: Path) -> tuple[str, torch.Tensor]:
+def _ids_of(t2d: Any, d2t: Any, path: Path, vocabulary: int) -> tuple[str, torch.Tensor]:
     """Verifier ids of a pair: by t2d, which cannot be misread; by d2t alone only where one reading is possible."""
+    for name, value in (("t2d", t2d), ("d2t", d2t)):
+        good = value is None or (isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype in WHOLE)
+        if not good:
+            found = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise Refused(f"{path}: {name} is {found}; wanted one row of whole numbers")
     if t2d is not None:
+        if len(t2d) != vocabulary:
+            raise Refused(
+                f"{path}: t2d has {len(t2d):,} entries; the verifier has {vocabulary:,} tokens: of another one?"
+            )
         ids = torch.as_tensor(t2d).flatten().bool().nonzero().flatten()
         if d2t is None:
             return "t2d", ids
@@ -70,6 +82,8 @@ def _ids_of(t2d: Any, d2t: Any, path: Path) -> tuple[str, torch.Tensor]:
     targets = d2t + torch.arange(len(d2t))
     if rising and bool((targets[1:] > targets[:-1]).all()):
         raise Refused(f"{path}: d2t alone, which can be read as ids and as offsets; give t2d beside it")
+    if not bool((targets[1:] > targets[:-1]).all()):
+        raise Refused(f"{path}: d2t alone, whose i + d2t[i] are not rising: no offsets; give t2d beside it")
     return "d2t of offsets", targets
 
 

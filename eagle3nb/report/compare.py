@@ -65,6 +65,8 @@ CURVES = (
 def compare(run_dirs: list[Path], out: Path | None = None) -> Path:
     """Write the comparison (``compare.html`` beside the first run by default); differences are to the first run."""
     target = Path(out) if out else Path(run_dirs[0]).resolve().parent / "compare.html"
+    if target.name == "report.html" or (target.is_file() and page.GENERATOR not in target.read_text(errors="replace")):
+        raise Refused(f"{target}: another page, which would be lost; give another name with --out")
     if target.is_dir():
         raise Refused(f"--out {target}: a directory; give the name of a file, e.g. {target}/compare.html")
     runs = [load(folder) for folder in run_dirs]
