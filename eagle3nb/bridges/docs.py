@@ -1,7 +1,7 @@
 """``docs/checks.md`` out of the register: ``python -m eagle3nb.bridges.docs > docs/checks.md`` (`make docs`)."""
 
 from eagle3nb.bridges import CHECKS
-from eagle3nb.bridges.registry import BRIDGES
+from eagle3nb.bridges.registry import BRIDGES, WANTED
 
 HEAD = """# The checks
 
@@ -25,7 +25,7 @@ def markdown() -> str:
             if one.bridges[-1] == bridge:
                 also = "" if len(one.bridges) == 1 else f" (given responses: after {one.bridges[0].replace('_', ' ')})"
                 lines.append(f"### `{one.id}`\n\n{one.title}{also}.\n")
-                lines.append(f"- Measures: {one.measures}\n- Needs: {', '.join(one.needs)}")
+                lines.append(f"- Measures: {one.measures}\n- Needs: {'; '.join(WANTED[name] for name in one.needs)}")
                 lines.append(f"- Broken before: {one.why}\n- Remedy: {one.remedy}.\n")
     return "\n".join(lines).replace("\n\n\n", "\n\n").rstrip() + "\n"
 

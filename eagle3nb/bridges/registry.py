@@ -37,6 +37,9 @@ WANTED = {
     "deep": "--deep: it reads every byte",
     "tensors": "the checkpoint's tensors (this is a config alone)",
     "declared": "store.json",
+    "answered": "rows with responses",
+    "draft": "a draft config or checkpoint",
+    "served": "the record of the evaluation (a run directory)",
 }
 
 
