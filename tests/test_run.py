@@ -187,7 +187,7 @@ def test_ctrl_c_stops_the_child_and_the_same_command_goes_on(copy_of_run, params
     shutil.rmtree(stage.folder(copy_of_run, "evaluate"))
     command = [
         sys.executable, "-m", "eagle3nb", "run", str(params_file), "--run-dir", str(copy_of_run), "--until", "train",
-        "-p", "train.epochs=60",
+        "-p", "train.epochs=20", "-p", "train.tokens_per_step=64",
     ]  # fmt: skip
     folder = stage.folder(copy_of_run, "train")
     runner = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
