@@ -62,13 +62,13 @@ def safetensors_header(path: Path | str) -> dict[str, Entry]:
     path = Path(path)
     try:
         with open(path, "rb") as handle:
-            return _header(path, handle.read, os.fstat(handle.fileno()).st_size)
+            return header_of(path, handle.read, os.fstat(handle.fileno()).st_size)
     except OSError as error:
         raise Refused(f"{path}: cannot be read ({_why(error)})") from None
 
 
-def _header(path: Path, read: Any, size: int) -> dict[str, Entry]:
-    """The header by ``read`` of an open file of ``size`` bytes."""
+def header_of(path: Path, read: Any, size: int) -> dict[str, Entry]:
+    """The header, by ``read`` of a file just opened, of ``size`` bytes."""
     first = read(8)
     length = int.from_bytes(first, "little")
     if len(first) < 8 or length > size - 8:

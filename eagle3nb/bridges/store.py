@@ -126,7 +126,7 @@ class StoreFiles:
     def _look_at(self, i: int, path: Path, scan: Scan) -> None:
         with open(path, "rb", buffering=4096) as handle:
             size = os.fstat(handle.fileno()).st_size
-            header = reading._header(path, handle.read, size)
+            header = reading.header_of(path, handle.read, size)
             states, tokens = header.get("hidden_states"), header.get("token_ids")
             if states is None or len(states.shape) != 3 or tokens is None or len(tokens.shape) != 1:
                 found = ", ".join(f"{name} {list(entry.shape)}" for name, entry in islice(header.items(), 4))
