@@ -168,22 +168,19 @@ def verdicts(found: Found, settings: ExploreForeign) -> list[dict[str, Any]]:
 
 
 def _artefacts(found: Found, settings: ExploreForeign, place: Path) -> artefacts.Artefacts:
-    a = artefacts.Artefacts(found.folder, "foreign artefacts", found.verifier)
-    if found.samples is not None and found.samples.store is not None:
-        a.store = found.samples.store
-    elif found.samples is not None:
+    layers, store, draft = settings.layer_ids, found.samples.store if found.samples else None, None
+    if found.samples is not None and store is None:
         first = dataclasses.replace(found.samples, paths=found.samples.paths[:SAMPLES])
         try:
-            layers = settings.layer_ids
-            store = foreign.import_samples(first, place / "store", found.verifier, layer_ids=layers, say=lambda _: None)
-            a.store = artefacts.StoreFiles(store.folder)
+            made = foreign.import_samples(first, place / "store", found.verifier, layer_ids=layers, say=lambda _: None)
+            store = artefacts.StoreFiles(made.folder)
         except Refused as error:
             found.problems.append(("samples", str(error)))
-    a.mapping, a._counts = found.mapping, found.counts
     if found.checkpoint is not None:
-        a.draft = artefacts.draft_in(found.checkpoint)
+        draft = artefacts.draft_in(found.checkpoint)
     elif found.config is not None:
-        a.draft = artefacts.Draft(reading.json_object(found.config), None, str(found.config))
-    if settings.layer_ids is not None:
-        a._layer_ids = [*settings.layer_ids, found.verifier.num_layers]
-    return a
+        draft = artefacts.Draft(reading.json_object(found.config), None, str(found.config))
+    return artefacts.of_parts(
+        found.folder, found.verifier, store=store, mapping=found.mapping, counts=found.counts, draft=draft,
+        layer_ids=[*layers, found.verifier.num_layers] if layers else None,
+    )  # fmt: skip

@@ -246,6 +246,22 @@ def of_run(run_dir: Path | str, verifier: Verifier | None = None, deep: bool = F
     return a
 
 
+def of_parts(
+    folder: Path,
+    verifier: Verifier,
+    *,
+    store: StoreFiles | None = None,
+    mapping: Mapping | None = None,
+    counts: Path | None = None,
+    draft: Draft | None = None,
+    layer_ids: list[int] | None = None,
+) -> Artefacts:
+    """Artefacts that were found one by one; ``layer_ids`` are those of a store that does not declare them."""
+    a = Artefacts(folder, "found artefacts", verifier)
+    a.store, a.mapping, a.draft, a._counts, a._layer_ids = store, mapping, draft, counts, layer_ids
+    return a
+
+
 def identify(path: Path, verifier: Verifier | None = None, deep: bool = False) -> Artefacts:
     """Find out what ``path`` is and open it; `Refused` where it is nothing that is known here."""
     if not (path.is_file() or path.is_dir()):

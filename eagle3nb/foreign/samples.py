@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from eagle3nb import conversations
 from eagle3nb.bridges import agreement, reading, reference
 from eagle3nb.bridges.agreement import AGREES
-from eagle3nb.bridges.artefacts import Artefacts
+from eagle3nb.bridges.artefacts import Artefacts, of_parts
 from eagle3nb.bridges.extract_hidden_states import SAME
 from eagle3nb.bridges.store import StoreFiles
 from eagle3nb.chat_template import ChatTemplate
@@ -224,8 +224,7 @@ def measure(src: Source, verifier: Verifier, given: list[int] | None = None) -> 
             sample = src.sample(i, verifier.hidden_size)
             states = torch.stack(sample.columns, 1).contiguous()
             save_file({"hidden_states": states, "token_ids": sample.ids}, folder / f"hs_{k}.safetensors")
-        probe = Artefacts(Path(place), "", verifier)
-        probe.store = StoreFiles(Path(place))
+        probe = of_parts(Path(place), verifier, store=StoreFiles(Path(place)))
         try:
             found = reference.measure(verifier, probe.store)
         except Refused as error:
