@@ -1,6 +1,7 @@
 """The explore notebooks and what they show, on the shared run and on a store of holes."""
 
 import sys
+import tempfile
 from pathlib import Path
 
 import papermill
@@ -204,9 +205,10 @@ def test_every_miss_has_its_reason(walked, finished_run):
 
 
 @pytest.mark.engine
-def test_a_checkpoint_of_another_kind(finished_run, tmp_path):
+def test_a_checkpoint_of_another_kind(finished_run, tmp_path, monkeypatch):
     from eagle3nb.child import ChildFailed
 
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a failed child's folder is kept, for its log
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text("{}")
     with pytest.raises(ChildFailed, match="no EAGLE-3 checkpoint of speculators"):
