@@ -40,7 +40,7 @@ def make(name: str, folder: Path) -> Path:
     if name not in MAKERS:
         raise Refused(f"tiny:{name}: unknown; known: {', '.join(MAKERS)}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise Refused(f"{folder} is a file or not empty; give a new directory for the tiny checkpoint")
+        raise Refused(f"{folder} is not empty or a file; give a new directory for the tiny checkpoint")
     return MAKERS[name](folder, steps=STEPS[name])
 
 

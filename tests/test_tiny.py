@@ -66,7 +66,7 @@ def test_the_command_and_what_it_refuses(tmp_path, monkeypatch, capsys):
     assert main(["tiny", "gemma", str(tmp_path / "b")]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     errors = [line for line in errors if line.startswith("eagle3nb")]
-    assert "is not empty; give a new directory" in errors[0]
+    assert "is not empty or a file; give a new directory" in errors[0]
     assert "tiny:gemma: unknown; known: llama, kimi-k2.5" in errors[1]
     with pytest.raises(Refused, match=r"known: tiny:llama, tiny:kimi-k2\.5"):
         verifiers.resolve("tiny:x")
