@@ -187,10 +187,14 @@ def test_ctrl_c_stops_the_child_and_the_same_command_goes_on(copy_of_run, params
     shutil.rmtree(stage.folder(copy_of_run, "evaluate"))
     command = [
         sys.executable, "-m", "eagle3nb", "run", str(params_file), "--run-dir", str(copy_of_run), "--until", "train",
-        "-p", "train.epochs=20", "-p", "train.tokens_per_step=64",
+        "-p", "train.epochs=10", "-p", "train.tokens_per_step=64",
     ]  # fmt: skip
     folder = stage.folder(copy_of_run, "train")
-    runner = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    runner = subprocess.Popen(
+        command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True,
+        # A test run in the background of a shell ignores SIGINT, and so would everything it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     metrics = folder / "metrics.jsonl"
     wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 8)
     child = read_json(folder / "child.json")["pid"]
