@@ -7,7 +7,7 @@ from eagle3nb.bridges import artefacts, registry
 
 # verifier seed, teaching steps, training rows, new tokens, layers, draft vocabulary, epochs, learning rate, seed
 RUNS = [
-    (0, 150, 60, 24, None, 400, 3, 2e-3, 0),
+    (0, 150, 60, 24, [1, 2, 4], 400, 3, 2e-3, 0),
     (0, 150, 40, 40, [1, 3, 4], 512, 1, 1e-3, 1),
     (1, 150, 80, 16, [0, 2, 5], 300, 2, 2e-3, 2),
     (1, 300, 40, 32, [2, 3, 4], 500, 1, 6e-4, 3),
