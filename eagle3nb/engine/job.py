@@ -45,6 +45,7 @@ def die_with_parent() -> None:
 def run_job(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None:
     """Run ``work(job, progress)`` for the job file named on the command line and write what it returns."""
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background, it would be ignored
     path = Path(sys.argv[1])
     job, progress = read_json(path), Progress(path.with_name("progress.json"))
     try:
