@@ -120,11 +120,7 @@ def test_ctrl_c_stops_the_child_and_the_same_command_goes_on(copy_of_run, params
         "-p", "train.epochs=4",
     ]  # fmt: skip
     folder = stage.folder(copy_of_run, "train")
-    # A test run in the background (`nohup make test &`) ignores SIGINT and would hand that down.
-    runner = subprocess.Popen(
-        command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    runner = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True)
     metrics = folder / "metrics.jsonl"
     wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 8)
     child = read_json(folder / "child.json")["pid"]
