@@ -46,6 +46,7 @@ def run_job(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None:
     """Run ``work(job, progress)`` for the job file named on the command line and write what it returns."""
     die_with_parent()
     main = os.environ.get("RANK", "0") == "0"  # of torchrun's processes one has the word
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background, it would be ignored
     path = Path(sys.argv[1])
     job, progress = read_json(path), Progress(path.with_name("progress.json"))
     try:
