@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from eagle3nb import stage
+from eagle3nb.bridges import reading
+from eagle3nb.bridges.artefacts import counts_of
 from eagle3nb.errors import Refused
 from eagle3nb.files import atomic_path, sha256_file
 from eagle3nb.params import BuildVocabMapping
@@ -64,20 +66,11 @@ def load_counts(path: Path | str, vocab_size: int) -> dict[int, int]:
     if not path.is_file():
         raise Refused(f"build_vocab_mapping.counts: no such file {path}")
     try:
-        found = torch.load(path, weights_only=True)
-    except Exception as error:  # unpickling raises many types
-        why = " ".join(str(error).split())[:120]
+        found = reading.torch_file(path)
+    except Refused as error:
+        why = str(error).removeprefix(f"{path}: ")
         raise Refused(f"{path}: not a file of token counts that loads safely ({why})") from error
-    if isinstance(found, torch.Tensor) and found.dim() == 1 and not found.is_floating_point():
-        counts = {i: n for i, n in enumerate(found.tolist()) if n}
-    elif isinstance(found, dict):
-        try:
-            counts = {int(token): int(n) for token, n in found.items() if int(n)}
-        except (TypeError, ValueError):
-            raise Refused(f"{path}: wanted {{token id: count}}, found other keys or values") from None
-    else:
-        shape = f" {list(found.shape)} {found.dtype}" if isinstance(found, torch.Tensor) else ""
-        raise Refused(f"{path}: wanted a dict of counts or a 1-D integer tensor, found {type(found).__name__}{shape}")
+    counts = counts_of(found, path)
     if not counts:
         raise Refused(f"{path}: all counts are zero")
     if min(counts) < 0 or max(counts) >= vocab_size or min(counts.values()) < 0:

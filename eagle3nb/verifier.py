@@ -339,12 +339,18 @@ class Verifier:
         weight = self.weight("norm")
         return bool((weight == weight[0]).all())
 
-    def final_norm(self, hidden: Any) -> Any:
-        """The verifier's final RMS norm: ``hidden`` [..., hidden] (before it) -> float32 [..., hidden]."""
+    @cached_property
+    def _norm_weight(self) -> Any:
+        return self.weight("norm").float()
+
+    def final_norm(self, hidden: Any, *, other_convention: bool = False) -> Any:
+        """The verifier's final RMS norm: ``hidden`` [..., hidden] (before it) -> float32 [..., hidden].
+
+        It multiplies by w or by 1 + w, as the model type says; ``other_convention`` takes the other one.
+        """
         import torch
 
-        weight = self.weight("norm").float()
-        if self.config.model_type in GEMMA_STYLE_NORM:
-            weight = 1 + weight
+        plus_one = (self.config.model_type in GEMMA_STYLE_NORM) != other_convention
+        weight = self._norm_weight + 1 if plus_one else self._norm_weight
         hidden = hidden.float()
         return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.norm_eps) * weight

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eagle3nb.verifier import GEMMA_STYLE_NORM, Verifier
+from eagle3nb.verifier import Verifier
 
 SAMPLES, POSITIONS = 16, 768  # samples looked at, response positions in all at most
 ROWS = 16384  # rows of lm_head at a time: 163840 x 7168 in float32 at once would be 4.7 GB
@@ -35,17 +35,10 @@ class Agreement:
 
 
 class Head:
-    """The verifier's final norm and lm_head, loaded alone."""
+    """The verifier's lm_head, loaded alone, beside its final norm."""
 
     def __init__(self, verifier: Verifier):
-        self.weight, self.norm = verifier.weight("lm_head"), verifier.weight("norm").float()
-        self.gemma, self.eps = verifier.config.model_type in GEMMA_STYLE_NORM, verifier.norm_eps
-
-    def final_norm(self, hidden: torch.Tensor, plus_one: bool = False) -> torch.Tensor:
-        """[n, hidden] before the norm -> after it; ``plus_one`` takes the other convention for its weight."""
-        weight = self.norm + 1 if self.gemma != plus_one else self.norm
-        hidden = hidden.float()
-        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.eps) * weight
+        self.weight, self.final_norm = verifier.weight("lm_head"), verifier.final_norm
 
     def predict(self, normed: torch.Tensor) -> torch.Tensor:
         """[n, hidden] after the norm -> [n] token ids."""
@@ -96,7 +89,9 @@ def _diagnose(result: Agreement, head: Head, loaded: dict) -> None:
     columns = next(iter(some.values()))[0].shape[1]
     readings: dict[tuple[str, str], Any] = {
         ("last_state", "the last state is already after the final norm"): lambda s, at: s[at, -1].float(),
-        ("final_norm", "the final norm multiplies by 1 + w"): lambda s, at: head.final_norm(s[at, -1], plus_one=True),
+        ("final_norm", "the final norm multiplies by 1 + w"): lambda s, at: head.final_norm(
+            s[at, -1], other_convention=True
+        ),
         ("shift", "the states are one position late: state p + 1 belongs to token p"): lambda s, at: head.final_norm(
             s[(at + 1).clamp(max=len(s) - 1), -1]
         ),

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from eagle3nb.bridges import preflight
 from eagle3nb.bridges.artefacts import Artefacts
 from eagle3nb.bridges.registry import Finding, check
-from eagle3nb.verifier import GEMMA_STYLE_NORM
 
 BRIDGE = "train"
 # Cosine of a draft's rows with the verifier's. speculators freezes both tables: 1.0 (SmolLM2, tiny Llama, bf16 copies).
@@ -429,9 +429,7 @@ def rms_eps(a: Artefacts) -> Finding:
 )
 def final_norm(a: Artefacts) -> Finding:
     """Whether the verifier's model type multiplies by 1 + w, which speculators 0.9 does not do for EAGLE-3."""
-    kind = a.verifier.config.model_type
-    gemma = kind in GEMMA_STYLE_NORM
-    return Finding("fail" if gemma else "pass", f"{kind}: x * {'(1 + w)' if gemma else 'w'}", "x * w")
+    return preflight.final_norm(a)
 
 
 @check(

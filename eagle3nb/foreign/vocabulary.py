@@ -7,7 +7,7 @@ import torch
 
 from eagle3nb import build_vocab_mapping
 from eagle3nb.bridges import reading
-from eagle3nb.bridges.artefacts import counts_of, mapping_in
+from eagle3nb.bridges.artefacts import mapping_in
 from eagle3nb.errors import Refused
 from eagle3nb.verifier import Verifier
 
@@ -20,10 +20,9 @@ def import_vocabulary(path: Path, dest: Path, verifier: Verifier, draft_vocab_si
     if isinstance(value, tuple):
         what, ids = value
         return _write_mapping(dest, ids, verifier, f"{path.name}: {what}")
-    counts = counts_of(value, path)
+    counts = build_vocab_mapping.load_counts(path, verifier.vocab_size)
     if draft_vocab_size is None:
         raise Refused(f"{path}: token counts; say how many tokens the draft shall have (--draft-vocab-size)")
-    counts = build_vocab_mapping.load_counts(path, verifier.vocab_size)
     t2d, d2t = build_vocab_mapping.build(counts, draft_vocab_size, verifier.vocab_size, verifier.special_token_ids)
     build_vocab_mapping.save(dest, t2d, d2t, counts)
     return f"{path.name}: token counts; {draft_vocab_size:,} tokens chosen"
@@ -64,10 +63,10 @@ def _ids_of(t2d: Any, d2t: Any, path: Path, vocabulary: int) -> tuple[str, torch
             raise Refused(
                 f"{path}: t2d has {len(t2d):,} entries; the verifier has {vocabulary:,} tokens: of another one?"
             )
-        ids = torch.as_tensor(t2d).flatten().bool().nonzero().flatten()
+        ids = t2d.bool().nonzero().flatten()
         if d2t is None:
             return "t2d", ids
-        d2t = torch.as_tensor(d2t).flatten().long()
+        d2t = d2t.long()
         if len(d2t) != len(ids):
             raise Refused(
                 f"{path}: t2d selects {len(ids):,} tokens, d2t has {len(d2t):,} entries: two different builds"
@@ -77,13 +76,12 @@ def _ids_of(t2d: Any, d2t: Any, path: Path, vocabulary: int) -> tuple[str, torch
         if torch.equal(ids, d2t.sort().values):
             return "t2d and d2t of ids (offsets were wanted; written so)", ids
         raise Refused(f"{path}: t2d and d2t are of different builds; rebuild them from the token counts")
-    d2t = torch.as_tensor(d2t).flatten().long()
-    rising = bool((d2t[1:] > d2t[:-1]).all())
+    d2t = d2t.long()
     targets = d2t + torch.arange(len(d2t))
-    if rising and bool((targets[1:] > targets[:-1]).all()):
-        raise Refused(f"{path}: d2t alone, which can be read as ids and as offsets; give t2d beside it")
     if not bool((targets[1:] > targets[:-1]).all()):
         raise Refused(f"{path}: d2t alone, whose i + d2t[i] are not rising: no offsets; give t2d beside it")
+    if bool((d2t[1:] > d2t[:-1]).all()):
+        raise Refused(f"{path}: d2t alone, which can be read as ids and as offsets; give t2d beside it")
     return "d2t of offsets", targets
 
 
