@@ -3,8 +3,10 @@
     python benchmarks/explore.py [GB]
 
 The store is a real one whose sample files are holes (a header, then ``truncate``), of the shape of a large verifier:
-four layers of 7168, samples of 4096 tokens; the verifier's lm_head has 163,840 rows. Bytes read are pages of the
-store that have come into the page cache, by mincore; the cache is dropped before each cell.
+four layers of 7168, samples of 4096 tokens; the verifier's lm_head has 163,840 rows, and its bytes are on the disk.
+Bytes read are pages of the store that have come into the page cache, by mincore; the cache is dropped before each cell.
+Memory for what is read is touched and freed before each cell: a virtual machine gets its memory from the host page by
+page, at 0.4 GB/s here, and a cell that happens to be the first to use some would be charged for it.
 """
 
 import ctypes
@@ -44,6 +46,18 @@ def hollow(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
         os.fsync(handle.fileno())  # a page that is not yet on the disk cannot be dropped from the cache
 
 
+def fill(path: Path) -> None:
+    """Write bf16 numbers (those of a unit normal) over all tensors of a hollow file."""
+    numbers = np.random.default_rng(0).standard_normal(1 << 22, np.float32).view(np.uint32) >> 16
+    numbers, size = numbers.astype(np.uint16).tobytes(), path.stat().st_size
+    with open(path, "r+b") as handle:
+        (header,) = struct.unpack("<Q", handle.read(8))
+        handle.seek(8 + header)
+        while (left := size - handle.tell()) > 0:
+            handle.write(numbers[:left])
+        os.fsync(handle.fileno())
+
+
 def hollow_store(folder: Path, tokenizer: Any, samples: int, tokens: int, hidden: int, vocabulary: int) -> None:
     """A store (``folder/store``) of samples that are holes, and its verifier (``folder/verifier``)."""
     from transformers import LlamaConfig
@@ -53,6 +67,7 @@ def hollow_store(folder: Path, tokenizer: Any, samples: int, tokens: int, hidden
     tokenizer.save_pretrained(verifier)
     weights = {"lm_head.weight": ("BF16", [vocabulary, hidden]), "model.norm.weight": ("BF16", [hidden])}
     hollow(verifier / "model.safetensors", weights)
+    fill(verifier / "model.safetensors")
     store.begin(Declaration({}, layer_ids, hidden, "bfloat16", "bfloat16", "", "given", 0.0, 0))
     random, lines, rows = np.random.default_rng(0), [], []
     for i in range(samples):
@@ -69,11 +84,13 @@ def cells(folder: Path) -> Iterator[tuple[str, float, float, list[float]]]:
     values = {"store": str(folder / "store"), "verifier": str(folder / "verifier")}
     namespace: dict[str, Any] = {}
     title, files = "", sorted((folder / "store" / "hidden_states").iterdir())
+    weights = folder / "verifier" / "model.safetensors"
     for cell in nbformat.read(NOTEBOOK, as_version=4).cells:
         if cell.cell_type == "markdown":
             title = next((line.strip("# ") for line in cell.source.splitlines() if line.startswith("#")), title)
             continue
-        for file in files:
+        np.ones(3 << 30, np.uint8)  # more than the lm_head has; freed at once
+        for file in (*files, weights):
             forget(file)
         Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
         started = time.perf_counter()

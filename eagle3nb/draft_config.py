@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3nb.errors import Refused
-from eagle3nb.weights import read_json_object
+from eagle3nb.files import json_object
 
 LEGACY = "LlamaForCausalLMEagle3"
 # What is added to a layer id of each convention to make it the id of a layer's input.
@@ -61,7 +61,7 @@ def read(path: Path | str) -> dict[str, Any]:
         except Exception as error:  # the hub raises a dozen unrelated types
             why = " ".join(str(error).split())[:200]
             raise Refused(f"draft config {given}: no such file or directory, and not on the hub ({why})") from error
-    return read_json_object(path / "config.json" if path.is_dir() else path, "a draft config")
+    return json_object(path / "config.json" if path.is_dir() else path, "the JSON of a draft config")
 
 
 def is_legacy(config: dict[str, Any]) -> bool:

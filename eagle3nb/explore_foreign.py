@@ -16,6 +16,7 @@ from pydantic import Field
 from eagle3nb import draft_config, foreign, stage, verifier
 from eagle3nb.bridges import artefacts, reading, registry
 from eagle3nb.errors import Refused
+from eagle3nb.files import json_object
 from eagle3nb.params import Int, NotebookParams
 from eagle3nb.verifier import Verifier
 
@@ -87,7 +88,7 @@ def look(settings: ExploreForeign) -> Found:
 def _place(found: Found, path: Path) -> None:
     try:
         if path.name in ("config.json", "draft_config.json") and found.config is None:
-            config = reading.json_object(path)
+            config = json_object(path)
             if draft_config.is_legacy(config) or "speculators_model_type" in config:
                 found.config = path
                 if (path.parent / "model.safetensors").is_file():
@@ -130,7 +131,7 @@ def assumed(found: Found, settings: ExploreForeign) -> list[tuple[str, Any, Any,
     """(field, in the file, to speculators, to vLLM, remark) for the draft config; empty where there is none."""
     if found.config is None:
         return []
-    mine = reading.json_object(found.config)
+    mine = json_object(found.config)
     if draft_config.is_legacy(mine):
         layers = settings.layer_ids or found.verifier.default_layer_ids
         kind = list(getattr(found.verifier.config, "architectures", None) or [])
@@ -179,7 +180,7 @@ def _artefacts(found: Found, settings: ExploreForeign, place: Path) -> artefacts
     if found.checkpoint is not None:
         draft = artefacts.draft_in(found.checkpoint)
     elif found.config is not None:
-        draft = artefacts.Draft(reading.json_object(found.config), None, str(found.config))
+        draft = artefacts.Draft(json_object(found.config), None, str(found.config))
     return artefacts.of_parts(
         found.folder, found.verifier, store=store, mapping=found.mapping, counts=found.counts, draft=draft,
         layer_ids=[*layers, found.verifier.num_layers] if layers else None,

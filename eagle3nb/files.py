@@ -15,6 +15,8 @@ from typing import Any
 
 from eagle3nb.errors import Refused
 
+JSON_LIMIT = 64 * 2**20  # bytes of a JSON file from elsewhere; the largest index known has some MiB
+
 
 @contextmanager
 def atomic_path(path: Path | str) -> Iterator[Path]:
@@ -56,6 +58,26 @@ def read_json(path: Path | str, default: Any = None) -> Any:
         return json.loads(path.read_text())
     except ValueError as error:
         raise Refused(f"{path}: no valid JSON ({error}); write it anew or restore it") from None
+
+
+def json_file(path: Path | str, what: str = "a JSON value") -> Any:
+    """The value of a JSON file from elsewhere; ``Refused`` where it is missing, absurdly large or none."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > JSON_LIMIT:
+            raise Refused(f"{path}: {path.stat().st_size:,} bytes of JSON; wanted at most {JSON_LIMIT:,}")
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())[:150] or type(error).__name__
+        raise Refused(f"{path}: wanted {what}, found none that can be read ({why})") from None
+
+
+def json_object(path: Path | str, what: str = "a JSON object") -> dict[str, Any]:
+    """The value of a JSON file from elsewhere that must be an object."""
+    value = json_file(path, what)
+    if not isinstance(value, dict):
+        raise Refused(f"{path}: wanted {what}, found a JSON {type(value).__name__}")
+    return value
 
 
 def read_jsonl(path: Path | str) -> list[dict]:

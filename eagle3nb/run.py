@@ -8,6 +8,7 @@ import contextlib
 import os
 import shlex
 import sys
+import tempfile
 import threading
 import time
 from datetime import UTC, datetime
@@ -248,20 +249,21 @@ def _execute(source: Path, target: Path, parameters: dict[str, Any]) -> None:
 
     logging.getLogger("papermill").setLevel(logging.ERROR)
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-    try:
-        papermill.execute_notebook(
-            str(source), str(target), parameters=parameters, kernel_name="python3", progress_bar=False,
-            log_output=False, cwd=str(Path.cwd()), start_timeout=120,
-            # Sockets in the file system: nobody else on the machine can read or drive the kernel.
-            config=Config(KernelManager={"transport": "ipc"}),
-        )  # fmt: skip
-    except papermill.PapermillExecutionError as error:
-        if error.ename in ("KeyboardInterrupt", "Stopped"):
-            raise KeyboardInterrupt from error
-        prefix = "" if error.ename in ("Refused", "ChildFailed") else f"{error.ename}: "
-        raise StageFailed(prefix + " ".join(str(error.evalue).split())) from error
-    except nbclient.exceptions.DeadKernelError as error:
-        raise StageFailed("the notebook's kernel died (out of memory, or killed)") from error
+    # Sockets in the file system: nobody else on the machine can read or drive the kernel.
+    with tempfile.TemporaryDirectory(prefix="eagle3nb-", ignore_cleanup_errors=True) as sockets:
+        config = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
+        try:
+            papermill.execute_notebook(
+                str(source), str(target), parameters=parameters, kernel_name="python3", progress_bar=False,
+                log_output=False, cwd=str(Path.cwd()), start_timeout=120, config=config,
+            )  # fmt: skip
+        except papermill.PapermillExecutionError as error:
+            if error.ename in ("KeyboardInterrupt", "Stopped"):
+                raise KeyboardInterrupt from error
+            prefix = "" if error.ename in ("Refused", "ChildFailed") else f"{error.ename}: "
+            raise StageFailed(prefix + " ".join(str(error.evalue).split())) from error
+        except nbclient.exceptions.DeadKernelError as error:
+            raise StageFailed("the notebook's kernel died (out of memory, or killed)") from error
 
 
 def _wait_for_child(folder: Path, patience: float = 60.0) -> None:

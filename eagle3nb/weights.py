@@ -11,7 +11,6 @@ matter; the endings are those that speculators' trainer looks for (a test holds 
 layer (``layers.3.``) and, where the text model has one, those of other towers are passed over.
 """
 
-import json
 import re
 from collections.abc import Callable
 from functools import cached_property
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3nb.errors import Refused
+from eagle3nb.files import json_object
 
 ROLES: dict[str, tuple[str, ...]] = {
     "embed_tokens": (
@@ -30,17 +30,6 @@ ROLES: dict[str, tuple[str, ...]] = {
 INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"\.\d+\.")
 _TEXT_PREFIX = re.compile(r"((model|language_model|text_model|thinker|llm|backbone)\.)*")
-
-
-def read_json_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in ``path``; ``Refused`` with the file's name where there is none or it is broken."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise Refused(f"{path}: wanted the JSON of {what}, found none that can be read ({error})") from error
-    if not isinstance(found, dict):
-        raise Refused(f"{path}: wanted a JSON object with {what}, found a {type(found).__name__}")
-    return found
 
 
 def open_safetensors(path: Path) -> Any:
@@ -65,7 +54,7 @@ class Weights:
     def total_bytes(self) -> int | None:
         """Bytes of all weights, by the index where there is one, shards that are not there yet included."""
         if self.index:
-            return read_json_object(self.index, "an index").get("metadata", {}).get("total_size")
+            return json_object(self.index, "the JSON of an index").get("metadata", {}).get("total_size")
         return sum(f.stat().st_size for f in self.folder.glob("*.safetensors")) or None
 
     @cached_property
@@ -78,7 +67,7 @@ class Weights:
     def files(self) -> dict[str, str]:
         """Tensor name -> name of the file that holds it."""
         if self.index:
-            found = read_json_object(self.index, "a safetensors index").get("weight_map")
+            found = json_object(self.index, "the JSON of an index").get("weight_map")
             if not isinstance(found, dict) or not found:
                 raise Refused(f"{self.index}: wanted a weight_map of tensor names, found {type(found).__name__}")
             return found

@@ -219,7 +219,7 @@ def test_rows_of_another_kind_are_not_covered(copy_of_run):
 REFUSED = {
     "nothing-here": "no such file",
     "empty.safetensors": "cut short",
-    "text.json": "no readable JSON",
+    "text.json": "wanted a JSON object, found none that can be read",
     "list.json": "wanted a JSON object",
     "other.json": "no draft config",
     "code.pt": "code is not run",

@@ -12,6 +12,7 @@ from eagle3nb.bridges import reading
 from eagle3nb.bridges.store import StoreFiles
 from eagle3nb.chat_template import ChatTemplate
 from eagle3nb.errors import Refused
+from eagle3nb.files import json_object
 from eagle3nb.verifier import Verifier
 
 
@@ -230,7 +231,7 @@ def of_run(run_dir: Path | str, verifier: Verifier | None = None, deep: bool = F
     for name in stage.READS:
         path = stage.folder(run_dir, name) / "result.json"
         if path.is_file():
-            a.of_run[name] = reading.json_object(path)
+            a.of_run[name] = json_object(path)
     a.verifier = verifier or (stage.verifier(run_dir) if "preflight" in a.of_run else None)
     prepared, mapping = (stage.folder(run_dir, name) for name in ("prepare_data", "build_vocab_mapping"))
     if "prepare_data" in a.of_run:
@@ -281,7 +282,7 @@ def identify(path: Path, verifier: Verifier | None = None, deep: bool = False) -
             f"{path}: neither a sample (hidden_states) nor a draft checkpoint (fc) with its config.json beside it"
         )
     if path.suffix == ".json":
-        config = reading.json_object(path)
+        config = json_object(path)
         a.kind, a.draft = "a draft config", Draft(config, None, str(path))
         if not ({"transformer_layer_config", "eagle_config", "draft_vocab_size"} & set(config)):
             raise Refused(
@@ -312,7 +313,7 @@ def _identify_folder(path: Path, verifier: Verifier | None, deep: bool) -> Artef
         a._counts = counts if counts.is_file() else None
         result = path / "result.json"
         if result.is_file():
-            a.of_run["build_vocab_mapping"] = reading.json_object(result)
+            a.of_run["build_vocab_mapping"] = json_object(result)
     if (path / "config.json").is_file():
         found.append("a draft checkpoint")
         a.draft = draft_in(path)
@@ -360,7 +361,7 @@ def _pair(t2d: Any, d2t: Any, where: Path) -> Mapping:
 
 def draft_in(folder: Path, weights: Path | None = None) -> Draft:
     """The draft checkpoint of a folder: its config and, where it is there, its safetensors file."""
-    config = reading.json_object(reading.inside(folder, "config.json") or folder / "config.json")
+    config = json_object(reading.inside(folder, "config.json") or folder / "config.json")
     draft = Draft(config, weights or reading.inside(folder, "model.safetensors"), str(folder))
     if draft.weights is None and not ({"transformer_layer_config", "eagle_config", "draft_vocab_size"} & set(config)):
         raise Refused(f"{folder}: no draft checkpoint (no model.safetensors, and its config.json is no draft's)")
@@ -371,7 +372,7 @@ def add(a: Artefacts, other: Path) -> None:
     """Take what ``--against`` names as what the artefact is compared with."""
     if other.is_file() and other.suffix == ".json":
         b = Artefacts(other, "a draft config")
-        b.draft = Draft(reading.json_object(other), None, str(other))
+        b.draft = Draft(json_object(other), None, str(other))
     else:
         b = identify(other)
     _ = a.subjects  # from here on nothing becomes a subject

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from eagle3nb.errors import Refused
+from eagle3nb.files import JSON_LIMIT, json_object
 
-JSON_LIMIT = 64 * 2**20  # bytes of a JSON file or a safetensors header; the largest index known has some MiB
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
@@ -36,25 +36,6 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     end: int
-
-
-def json_file(path: Path | str) -> Any:
-    """The value of a JSON file."""
-    path = Path(path)
-    try:
-        if path.stat().st_size > JSON_LIMIT:
-            raise Refused(f"{path}: {path.stat().st_size:,} bytes of JSON; wanted at most {JSON_LIMIT:,}")
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise Refused(f"{path}: no readable JSON ({_why(error)})") from None
-
-
-def json_object(path: Path | str) -> dict[str, Any]:
-    """The value of a JSON file that must be an object."""
-    value = json_file(path)
-    if not isinstance(value, dict):
-        raise Refused(f"{path}: wanted a JSON object, found {type(value).__name__}")
-    return value
 
 
 def safetensors_header(path: Path | str) -> dict[str, Entry]:

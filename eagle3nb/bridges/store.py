@@ -17,6 +17,7 @@ import torch
 
 from eagle3nb.bridges import reading
 from eagle3nb.errors import Refused
+from eagle3nb.files import json_object
 
 CHUNK = 2**20  # bytes hashed and looked through at once: stays in the processor's cache
 NOT_FINITE = {"BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00), "F32": (np.uint32, 0x7F800000)}
@@ -64,7 +65,7 @@ class StoreFiles:
     def declared(self) -> dict[str, Any] | None:
         """``store.json``, None where there is none."""
         path = None if self.only else reading.inside(self.folder, "store.json")
-        return reading.json_object(path) if path else None
+        return json_object(path) if path else None
 
     @cached_property
     def rows(self) -> reading.TokenRows | None:

@@ -5,8 +5,8 @@ Conventions are measured, or asked for, never taken from the format. The source 
 
 from pathlib import Path
 
-from eagle3nb.bridges import reading
 from eagle3nb.errors import Refused
+from eagle3nb.files import json_file
 from eagle3nb.foreign.drafts import import_draft
 from eagle3nb.foreign.samples import Convention, Source, format_of, import_samples, load, measure, source
 from eagle3nb.foreign.vocabulary import import_vocabulary
@@ -36,7 +36,7 @@ def kind_of(path: Path) -> str:
             return "vocabulary"
         return "draft" if (path / "config.json").is_file() else "samples"
     if path.suffix == ".json":
-        return "draft" if isinstance(reading.json_file(path), dict) else "vocabulary"
+        return "draft" if isinstance(json_file(path), dict) else "vocabulary"
     if path.suffix in (".npy", ".pt") and (path.suffix == ".npy" or format_of(load(path)) is None):
         return "vocabulary"
     raise Refused(f"{path}: wanted a directory of samples, a mapping, token counts, a list of ids or a draft config")

@@ -9,6 +9,7 @@ from eagle3nb import build_vocab_mapping
 from eagle3nb.bridges import reading
 from eagle3nb.bridges.artefacts import mapping_in
 from eagle3nb.errors import Refused
+from eagle3nb.files import json_file
 from eagle3nb.verifier import Verifier
 
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -36,7 +37,7 @@ def _vocabulary_value(path: Path, vocabulary: int) -> Any:
         if not files:
             raise Refused(f"{path}: no t2d or d2t in it")
         path = files[0]
-    value = reading.json_file(path) if path.suffix == ".json" else reading.tensor_file(path)
+    value = json_file(path) if path.suffix == ".json" else reading.tensor_file(path)
     if isinstance(value, dict) and {"t2d", "d2t"} & set(value):
         return _ids_of(value.get("t2d"), value.get("d2t"), path, vocabulary)
     if path.stem in ("t2d", "d2t"):
