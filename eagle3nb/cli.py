@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from eagle3nb import report
+    from eagle3nb import files, report
     from eagle3nb import run as runner
 
     try:
@@ -126,7 +126,7 @@ def _run(args: argparse.Namespace) -> int:
     record, verdict, sentence = report.summary(folder)
     print(f"\n{verdict}: {sentence}")
     print("\n".join(report.headline_lines(record)))
-    print(f"report: {runner.shown(folder / 'report.html')}")
+    print(f"report: {files.shown(folder / 'report.html')}")
     return 0
 
 
@@ -172,7 +172,7 @@ def _import(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from eagle3nb import report
-    from eagle3nb.run import shown
+    from eagle3nb.files import shown
 
     folders = [Path(run) for run in args.runs]
     if len(folders) > 1:

@@ -7,14 +7,16 @@ from eagle3nb.errors import Refused
 
 # Names whose value is a credential, whatever it looks like. Not `eos_token` and the like.
 _NAMES = re.compile(
-    r"(^|.*[_-])(pass(word|wd|phrase)|secret([_-]?key)?|(api|access|private|auth)[_-]?key|credentials?|authorization)"
-    r"|((hf|hub|api|auth|access|bearer|refresh|session|github)[_-]?)?token",
+    r"(.*[_-])?(pass(word|wd|phrase)|pwd|secret([_-]?key)?|credentials?|auth(orization)?)"
+    r"|(.*[_-])?(api|access|private|auth|ssh|encryption|signing|wandb|hf|hub)[_-]?key"
+    r"|((.*[_-])?(hf|hub|hugging_?face|api|auth|access|bearer|refresh|session|git(hub|lab)|wandb|npm|aws)[_-]?)?token",
     re.IGNORECASE,
 )
 _VALUES = re.compile(
-    r"\b(hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abprs]-)(?=[\w-]*\d|[\w-]{16})[\w-]{8,}"
-    r"|\bAKIA[0-9A-Z]{16}\b|\bBearer\s+\S{8,}|-----BEGIN [A-Z ]*PRIVATE KEY|\beyJ[\w-]{10,}\.[\w-]+\.[\w-]+"
-    r"|\w://[^/\s@]*:[^/\s@]+@|[?&](api_?key|access_?token|token|password|sig|signature)=[^&\s]+",
+    r"\b(hf_|sk-|gh[opsu]_|github_pat_|glpat-|npm_|xox[abprs]-)(?=[\w-]*\d|[\w-]{16})[\w-]{8,}"
+    r"|\bAKIA[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\bauthorization\s*[:=]\s*\S|\b(Bearer|Basic)\s+(?=\S*\d)\S{8,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY|\beyJ[\w-]{10,}\.[\w-]+\.[\w-]+"
+    r"|\w://[^/\s@]*:[^/\s@]+@|\bhttps?://[^/\s@]+@|[?&](api_?key|access_?token|token|password|sig|signature)=[^&\s]+",
     re.IGNORECASE,
 )
 

@@ -41,3 +41,12 @@ def predicted_acceptance(validation: dict[str, float]) -> list[float]:
     while (key := f"full_acc_{len(found)}_epoch") in validation:
         found.append(validation[key])
     return found
+
+
+def served_acceptance(predicted: list[float], coverage: float) -> list[float]:
+    """What a server should accept per position, by validation's shares and the draft vocabulary's coverage.
+
+    Validation knows no tokens outside the draft vocabulary. In serving such a token is a miss, and a draft at position
+    k needs all k + 1 tokens inside.
+    """
+    return [share * coverage ** (k + 1) for k, share in enumerate(predicted)]

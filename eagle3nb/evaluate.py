@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from eagle3nb import child, draft, show, stage
-from eagle3nb.files import read_json, write_json
+from eagle3nb import child, draft, stage
+from eagle3nb.files import read_json, sha256_file, write_json
 from eagle3nb.params import Evaluate
+from eagle3nb.text import token_text
 
 RECORDED_PROMPTS = 5  # prompts for which the draft's proposals are kept, each of another kind where there are so many
 
@@ -38,25 +39,30 @@ def run(params: Evaluate) -> dict[str, Any]:
         figures = {k: _compare(base, drafts[k], rows) for k in numbers}
         best = max(figures, key=lambda k: figures[k]["speedup"])
         write_json(here.folder / "responses.json", _responses(rows, base, drafts, tokenizer))
+        coverage = _coverage(checkpoint, [r["tokens"] for r in base["quality"]["responses"]])
+        weights = checkpoint / "model.safetensors"
         return here.finish(
             **{key: value for key, value in figures[best].items()},
             num_speculative_tokens=best,
             prompts=len(rows),
             speed_prompts=min(len(rows), params.speed_prompts),
             by_num_speculative_tokens=figures,
-            predicted_acceptance_by_position=_predicted(params),
-            draft_vocab_coverage=_coverage(checkpoint, [r["tokens"] for r in base["quality"]["responses"]]),
+            predicted_acceptance_by_position=_predicted(params, coverage),
+            draft_vocab_coverage=coverage,
             checkpoint=params.checkpoint or str(checkpoint.relative_to(here.folder.parent)),
+            checkpoint_bytes=weights.stat().st_size,
+            checkpoint_sha256=sha256_file(weights),
             concurrency=params.concurrency,
             dtype=base["turns"][0]["dtype"],
             peak_rss_mib=max(turn["peak_rss_mib"] for m in measured.values() for turn in m["turns"]),
         )
 
 
-def _predicted(params: Evaluate) -> list[float] | None:
+def _predicted(params: Evaluate, coverage: float) -> list[float] | None:
     if params.checkpoint:
         return None
-    return stage.result(params.run_dir, "train")["predicted_acceptance_by_position"]
+    found = stage.result(params.run_dir, "train")["predicted_acceptance_by_position"]
+    return draft.served_acceptance(found, coverage)
 
 
 def _coverage(checkpoint: Path, responses: list[list[int]]) -> float:
@@ -176,7 +182,7 @@ def _responses(
             answers = with_draft.values()
             seen = {t for a in answers for ids in (a["tokens"], *(a.get("drafts") or [])) for t in ids}
             response["text"] = tokenizer.decode(prompt)
-            response["texts"] = {token: show.token_text(tokenizer, token) for token in sorted(seen)}
+            response["texts"] = {token: token_text(tokenizer, token) for token in sorted(seen)}
         found.append(response)
     return found
 

@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from eagle3nb import child, draft, prepare_data, show, stage
+from eagle3nb import child, draft, prepare_data, stage
 from eagle3nb.errors import Refused
 from eagle3nb.files import read_json
 from eagle3nb.params import Count, Int, NotebookParams, PrepareData
+from eagle3nb.text import quoted, token_text
 
 WHY = {
     "first": "no draft yet",
@@ -77,11 +78,11 @@ def _chosen(settings: ExploreDraft) -> list[tuple[str, list[int], list[int] | No
     """(name, prompt, response or None where the verifier is to write it); empty where samples are looked at."""
     if settings.prompts:
         own = (read_json(Path(settings.run_dir) / "params.json") or {}).get("prepare_data", {})
-        template = prepare_data.ChatTemplate(stage.verifier(settings.run_dir), PrepareData(**own))
-        system = [{"role": "system", "content": own["system_prompt"]}] if own.get("system_prompt") else []
+        template = prepare_data.chat_template(PrepareData(**own), stage.verifier(settings.run_dir))
+        turns = [[{"role": "user", "content": prompt}] for prompt in settings.prompts]
         return [
-            (p[:40], template.ids([*system, {"role": "user", "content": p}], prompt=True), None)
-            for p in settings.prompts
+            (prompt[:40], template.ids(template.with_system_prompt(turn), prompt=True), None)
+            for prompt, turn in zip(settings.prompts, turns, strict=True)
         ]
     if settings.samples:
         return []
@@ -157,10 +158,10 @@ def step_rows(tokenizer: Any, response: dict[str, Any], count: int = 30) -> list
     tokens, out = response["tokens"], []
     for number, step in enumerate(response["steps"][:count]):
         at, size = step["at"], step["size"]
-        proposed = " ".join(repr(tokenizer.decode([t])) for t in step["proposed"])
-        wrote = " ".join(repr(tokenizer.decode([t])) for t in tokens[at : at + size])
+        proposed = " ".join(quoted(tokenizer, t) for t in step["proposed"])
+        wrote = " ".join(quoted(tokenizer, t) for t in tokens[at : at + size])
         why = WHY[step["why"]] + (f" (right one was its choice {step['rank'] + 1})" if step["why"] == "wrong" else "")
-        out.append((number, repr(tokenizer.decode([tokens[at - 1]])), proposed, wrote, size - 1, why))
+        out.append((number, quoted(tokenizer, tokens[at - 1]), proposed, wrote, size - 1, why))
     return out
 
 
@@ -171,7 +172,7 @@ def missed_tokens(tokenizer: Any, result: dict[str, Any], why: str, count: int =
         for step in response["steps"]:
             if step["why"] == why:
                 found[response["tokens"][step["at"] + len(step["proposed"]) - 1]] += 1
-    return [(repr(tokenizer.decode([token])), n) for token, n in found.most_common(count)]
+    return [(quoted(tokenizer, token), n) for token, n in found.most_common(count)]
 
 
 def against_served(result: dict[str, Any], run_dir: Path | str) -> dict[str, Any] | None:
@@ -230,6 +231,6 @@ def as_served(tokenizer: Any, response: dict[str, Any], num_speculative_tokens: 
         "id": response["name"],
         "kind": "step by step",
         "text": tokenizer.decode(response["tokens"][: response["prompt_tokens"]]),
-        "texts": {str(token): show.token_text(tokenizer, token) for token in seen},
+        "texts": {str(token): token_text(tokenizer, token) for token in seen},
         "with_draft": {str(num_speculative_tokens): drafted},
     }

@@ -15,6 +15,7 @@ from eagle3nb import stage, verifier
 from eagle3nb.errors import Refused
 from eagle3nb.params import Count, Int, NotebookParams
 from eagle3nb.samples import Store
+from eagle3nb.text import quoted
 
 VOCABULARY_PART = 8192  # rows of the lm_head multiplied at once
 
@@ -180,9 +181,9 @@ def outlier_channels(view: View, count: int = 8) -> list[tuple[Any, ...]]:
 
 def outlier_positions(view: View, count: int = 8) -> list[tuple[Any, ...]]:
     """(position, token, RMS, times the median position), largest first."""
-    ids, decode = view.row()[0], view.verifier.tokenizer.decode
+    ids, tokenizer = view.row()[0], view.verifier.tokenizer
     found = _largest(rms(view.states(view.layer_id)), count)
-    return [(view.settings.first + k, repr(decode([ids[k]])), size, times) for k, size, times in found]
+    return [(view.settings.first + k, quoted(tokenizer, ids[k]), size, times) for k, size, times in found]
 
 
 def _largest(sizes: torch.Tensor, count: int) -> list[tuple[int, float, float | None]]:
@@ -203,13 +204,14 @@ def predictions(view: View, count: int = 16, top: int = 3) -> list[tuple[Any, ..
         return []
     hidden = view.verifier.final_norm(view.states(view.layer_ids[-1])[places])  # [n, hidden]
     values, tokens, total = _top(view.verifier, hidden, top)
-    decode, out = view.verifier.tokenizer.decode, []
+    tokenizer, out = view.verifier.tokenizer, []
     for row, k in enumerate(places):
         chances = (values[row] - total[row]).exp().tolist()
         best = tokens[row].tolist()
-        guesses = (f"{decode([t])!r} {chance:.2f}" for t, chance in zip(best, chances, strict=True))
+        guesses = (f"{quoted(tokenizer, t)} {chance:.2f}" for t, chance in zip(best, chances, strict=True))
         right = "✓" if best[0] == ids[k + 1] else "✗"
-        out.append((view.settings.first + k, repr(decode([ids[k]])), repr(decode([ids[k + 1]])), right, *guesses))
+        place, next_one = quoted(tokenizer, ids[k]), quoted(tokenizer, ids[k + 1])
+        out.append((view.settings.first + k, place, next_one, right, *guesses))
     return out
 
 

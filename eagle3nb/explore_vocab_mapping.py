@@ -18,6 +18,7 @@ from eagle3nb.errors import Refused
 from eagle3nb.files import read_json
 from eagle3nb.params import Count, NotebookParams
 from eagle3nb.samples import Store
+from eagle3nb.text import quoted
 from eagle3nb.verifier import Verifier
 
 
@@ -176,4 +177,4 @@ def compare(vocabulary: Vocabulary, other: torch.Tensor) -> list[tuple[Any, ...]
 
 
 def _text(vocabulary: Vocabulary, token: int) -> str:
-    return repr(vocabulary.verifier.tokenizer.decode([token]))
+    return quoted(vocabulary.verifier.tokenizer, token)

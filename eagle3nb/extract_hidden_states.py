@@ -5,6 +5,7 @@ once, given responses are prefilled. Out (``02_extract_hidden_states/``): ``stor
 killed run goes on where it stopped; a store made from other inputs is kept under another name, never mixed.
 """
 
+import shlex
 from typing import Any
 
 from eagle3nb import child, stage
@@ -71,7 +72,7 @@ def run_shard(params: ExtractHiddenStates, shard: int, num_shards: int) -> str:
         run(params)
     except StoreIncomplete as error:
         return str(error)
-    return f"the store is complete: eagle3nb run --run-dir {params.run_dir}"
+    return f"the store is complete: eagle3nb run --run-dir {shlex.quote(params.run_dir)}"
 
 
 def layer_ids(params: ExtractHiddenStates, verifier: Verifier) -> list[int]:

@@ -94,6 +94,12 @@ def read_jsonl(path: Path | str) -> list[dict]:
     return rows
 
 
+def shown(path: Path) -> str:
+    """A path as the user would type it: relative to here where it lies below."""
+    path = path.resolve()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 def sha256_file(path: Path | str) -> str:
     """Hex SHA-256 of a file's bytes."""
     with open(path, "rb") as handle:

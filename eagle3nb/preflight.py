@@ -42,6 +42,7 @@ def run(params: Preflight) -> dict[str, Any]:
         return here.finish(
             verifier=asdict(found) | {"path": str(found.path)},
             identity=found.identity(),
+            sizes=found.sizes(),
             parameters=plan.verifier_size(found).total,
             untrained=found.is_untrained(),
             versions=versions(),

@@ -26,7 +26,7 @@ from eagle3nb import stage
 from eagle3nb.chat_template import ChatTemplate
 from eagle3nb.conversations import local_path, read_source, turns_of
 from eagle3nb.errors import Refused
-from eagle3nb.files import sha256_file, sha256_json
+from eagle3nb.files import folder_bytes, sha256_file, sha256_json
 from eagle3nb.params import PrepareData
 from eagle3nb.verifier import Verifier
 
@@ -44,8 +44,9 @@ def run(params: PrepareData) -> dict[str, Any]:
             rows=len(rows),
             heldout_rows=len(heldout),
             rows_sha256=sha256_json(rows),
+            rows_bytes=folder_bytes(here.folder / "rows"),
             sources={
-                source: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+                source: _of_file(path)
                 for source in [*params.train, *params.heldout]
                 if (path := local_path(source)).is_file()
             },
@@ -59,9 +60,14 @@ def run(params: PrepareData) -> dict[str, Any]:
             kinds=dict(Counter(row["kind"] for row in rows)),
             system_prompt=params.system_prompt,
             chat_template=params.chat_template,
+            chat_template_file=_of_file(Path(params.chat_template)) if params.chat_template else None,
             chat_template_kwargs=params.chat_template_kwargs,
             seed=params.seed,
         )
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def save(rows: list[dict[str, Any]], folder: Path) -> None:
@@ -72,12 +78,17 @@ def save(rows: list[dict[str, Any]], folder: Path) -> None:
     Dataset.from_list(rows).save_to_disk(folder)
 
 
+def chat_template(params: PrepareData, verifier: Verifier) -> ChatTemplate:
+    """The chat template as the parameters want it."""
+    return ChatTemplate(verifier, params.chat_template, params.chat_template_kwargs, params.system_prompt)
+
+
 def _build(
     params: PrepareData, verifier: Verifier, sources: list[str], limit: int | None, mode: str, known: set
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Rows of all sources in a seeded order, and what became of the ones that are not there."""
     counts: Counter[str] = Counter()
-    template = ChatTemplate(verifier, params.chat_template, params.chat_template_kwargs, params.system_prompt)
+    template = chat_template(params, verifier)
     groups: list[list[dict[str, Any]]] = []
     for source in sources:
         found = 0

@@ -19,7 +19,7 @@ import psutil
 
 from eagle3nb import __version__, child, provenance, report, stage
 from eagle3nb.errors import Refused
-from eagle3nb.files import read_json, write_json
+from eagle3nb.files import read_json, shown, write_json
 from eagle3nb.params import STAGES, Params, apply_override, load, validate
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
@@ -68,7 +68,7 @@ def run(
                 _run_stage(name, params, record, say)
         except KeyboardInterrupt:
             record.close("interrupted")
-            raise KeyboardInterrupt(f"eagle3nb run --run-dir {shown(folder)}") from None
+            raise KeyboardInterrupt(going_on(folder)) from None
         except StageFailed:
             record.close("failed")
             raise
@@ -85,10 +85,9 @@ def notebook(name: str) -> Path:
     return NOTEBOOKS / f"{stage.label(name)}.ipynb"
 
 
-def shown(path: Path) -> str:
-    """A path as the user would type it: relative to here where it lies below."""
-    path = path.resolve()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+def going_on(folder: Path) -> str:
+    """The command that goes on with a run."""
+    return f"eagle3nb run --run-dir {shlex.quote(shown(folder))}"
 
 
 def _params(params_file: str | None, overrides: list[str], run_dir: str | None) -> Params:
@@ -224,8 +223,9 @@ def _run_stage(name: str, params: Params, record: Record, say: Any) -> None:
         status, error = "failed", "the notebook ended without result.json"
     seconds = round(time.time() - started, 1)
     of_child = read_json(folder / "child.json", {})
+    commit = record.value["made_with"].get("commit")
     record.stage(
-        name, status=status, seconds=seconds, peak_rss_mib=of_child.get("peak_rss_mib"),
+        name, status=status, seconds=seconds, commit=commit, peak_rss_mib=of_child.get("peak_rss_mib"),
         child_seconds=of_child.get("seconds"), exit=of_child.get("signal", of_child.get("exit")), error=error,
     )  # fmt: skip
     if (folder / f"{stage.label(name)}.ipynb").is_file():
@@ -233,9 +233,8 @@ def _run_stage(name: str, params: Params, record: Record, say: Any) -> None:
     if status == "interrupted":
         raise KeyboardInterrupt
     if status == "failed":
-        again = f"eagle3nb run --run-dir {shown(record.folder)}"
         where = f"notebook {shown(folder)}/{stage.label(name)}.ipynb"
-        raise StageFailed(f"stage {name} failed: {error} ({where}; go on with: {again})")
+        raise StageFailed(f"stage {name} failed: {error} ({where}; go on with: {going_on(record.folder)})")
     say(f"{position}: done in {child.duration(seconds)}")
 
 

@@ -9,7 +9,6 @@ import io
 import json
 import math
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,14 @@ import matplotlib.pyplot as plt
 import torch
 
 from eagle3nb.files import atomic_path, read_jsonl, write_json
+from eagle3nb.text import token_text, visible
 
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")  # Paul Tol's bright scheme
+# Paul Tol's bright scheme, its yellow darker: it must stand out from white. After six lines they come again, dashed.
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#997700", "#66ccee", "#aa3377")
+LINES, HATCHES = ("-", "--", ":"), ("", "//", "..")
+PRINTED = "print-color-adjust:exact;-webkit-print-color-adjust:exact"  # a colour that means something, on paper too
 RESPONSE = "rgba(34, 136, 51, 0.25)"
+WORDY = 40  # characters; longer cells are prose
 CELL = "padding:2px 10px;text-align:{align};vertical-align:top;border:0"
 
 
@@ -57,22 +61,29 @@ def number(value: Any) -> str:
 
 
 def table(rows: Iterable[Sequence[Any]], headers: Sequence[str], caption: str = "") -> Html:
-    """A table; numbers to the right, everything escaped."""
+    """A table; columns of numbers to the right, everything escaped."""
     rows = [list(row) for row in rows]
+    right = {
+        k for row in rows for k, cell in enumerate(row) if isinstance(cell, (int, float)) and not isinstance(cell, bool)
+    }
 
-    def line(cells: Sequence[Any], tag: str) -> str:
+    def line(cells: Sequence[Any]) -> str:
         out = ""
-        for cell in cells:
-            numeric = isinstance(cell, (int, float)) and not isinstance(cell, bool)
-            style = CELL.format(align="right" if numeric else "left")
-            markup = cell.markup if isinstance(cell, Html) else html.escape(number(cell))
-            out += f'<{tag} style="{style}">{markup}</{tag}>'
+        for k, cell in enumerate(cells):
+            to_the_right = k in right and (cell is None or isinstance(cell, (int, float)))
+            style = CELL.format(align="right" if to_the_right else "left")
+            shown = visible(number(cell)) if not isinstance(cell, Html) else ""
+            style += ";min-width:16em" if len(shown) > WORDY else ""  # on a narrow page: scrolled to, not squeezed
+            out += f'<td style="{style}">{cell.markup if isinstance(cell, Html) else html.escape(shown)}</td>'
         return f"<tr>{out}</tr>"
 
-    head = "".join(f'<th style="{CELL.format(align="left")};font-weight:600">{html.escape(h)}</th>' for h in headers)
-    body = "".join(line(row, "td") for row in rows)
+    head = "".join(
+        f'<th style="{CELL.format(align="right" if k in right else "left")};font-weight:600">{html.escape(h)}</th>'
+        for k, h in enumerate(headers)
+    )
+    body = "".join(line(row) for row in rows)
     title = (
-        f'<caption style="text-align:left;padding:4px 10px;opacity:.7">{html.escape(caption)}</caption>'
+        f'<caption style="text-align:left;padding:4px 10px;opacity:.75">{html.escape(caption)}</caption>'
         if caption
         else ""
     )
@@ -128,49 +139,23 @@ def tokens(tokenizer: Any, ids: Sequence[int], mask: Sequence[int], caption: str
     """Decoded tokens, one box each; those with mask 1 (response, trained on) in green. Hover shows id and position."""
     boxes = []
     for position, (token, masked) in enumerate(zip(ids, mask, strict=True)):
-        text = tokenizer.decode([token])
-        shown = html.escape(visible(text)).replace("\n", "⏎<br>")
+        shown = html.escape(visible(token_text(tokenizer, token))).replace("\n", "⏎<br>")
         colour = RESPONSE if masked else "transparent"
         boxes.append(
             f'<span title="position {position}, id {token}, mask {int(masked)}" style="background:{colour};'
-            f'border-right:1px solid rgba(128,128,128,.3);unicode-bidi:isolate">{shown}</span>'
+            f'{PRINTED};border-right:1px solid rgba(128,128,128,.3);unicode-bidi:isolate">{shown}</span>'
         )
     note = f"{len(ids)} tokens, {int(sum(mask))} of them response (green)"
     title = html.escape(f"{caption}: {note}" if caption else note)
     markup = (
-        f'<div style="font-size:13px;opacity:.7">{title}</div><div style="font-family:monospace;font-size:13px;'
+        f'<div style="font-size:13px;opacity:.75">{title}</div><div style="font-family:monospace;font-size:13px;'
         f'white-space:pre-wrap;line-height:1.6;max-width:900px">{"".join(boxes)}</div>'
     )
     return Html(markup, f"{note}\n{tokenizer.decode(ids)}")
 
 
-def visible(text: str) -> str:
-    """Text with control, format and direction characters made visible, so that it cannot change how a page reads."""
-    hidden = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}  # Unicode categories
-    return "".join(
-        f"⟨U+{ord(char):04X}⟩" if unicodedata.category(char) in hidden and char != "\n" else char for char in text
-    )
-
-
-def token_text(tokenizer: Any, token: int) -> str:
-    """The text of one token; bytes that are no whole character of their own are written as ``\\xf0``."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    text = tokenizer.decode([token])
-    if "\ufffd" not in text:
-        return text
-    piece, byte_of = str(tokenizer.convert_ids_to_tokens(token)), {char: n for n, char in bytes_to_unicode().items()}
-    if piece.startswith("<0x"):  # the byte fallback of SentencePiece
-        data = bytes.fromhex(piece[3:5])
-    elif all(char in byte_of for char in piece):  # byte-level BPE
-        data = bytes(byte_of[char] for char in piece)
-    else:
-        return text
-    return data.decode(errors="backslashreplace")
-
-
 # Badges carry their own background, so they read alike in light and dark themes; skip is grey: it is no pass.
-VERDICTS = {"fail": "#cc3311", "warn": "#b8620a", "pass": "#228833", "skip": "#777777"}
+VERDICTS = {"fail": "#cc3311", "warn": "#b8620a", "pass": "#228833", "skip": "#6e6e6e"}
 
 
 def checks(entries: Iterable[Mapping[str, Any]]) -> Html:
@@ -218,7 +203,7 @@ def _verdict(entry: Mapping[str, Any]) -> Html:
 
 def badge(verdict: str) -> Html:
     """A verdict (fail, warn, pass, skip) as a coloured word."""
-    style = f"background:{VERDICTS[verdict]};color:#fff;border-radius:3px;padding:0 6px;font-weight:600"
+    style = f"background:{VERDICTS[verdict]};{PRINTED};color:#fff;border-radius:3px;padding:0 6px;font-weight:600"
     return Html(f'<span style="{style}">{verdict}</span>', verdict)
 
 
@@ -256,11 +241,16 @@ def save_plot(figure: Any, folder: Path | None, name: str, alt: str, data: Any) 
     return Picture(path.read_bytes(), alt)
 
 
+def _plain(text: str) -> str:
+    """Text for a picture: matplotlib would set what stands between dollar signs as mathematics."""
+    return visible(text).replace("$", r"\$")
+
+
 def _axes(title: str, x: str, y: str, width: float = 7.0) -> tuple[Any, Any]:
     figure, axes = plt.subplots(figsize=(width, 3.2))
-    axes.set_title(title, fontsize=11, loc="left")
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set_title(_plain(title), fontsize=11, loc="left")
+    axes.set_xlabel(_plain(x))
+    axes.set_ylabel(_plain(y))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -269,22 +259,29 @@ def _axes(title: str, x: str, y: str, width: float = 7.0) -> tuple[Any, Any]:
 def curves(
     folder: Path | None, name: str, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: str,
     x: str, y: str, *, log_x: bool = False, log_y: bool = False, markers: bool = False,
+    mark: tuple[str, float] | None = None,
 ) -> Picture:  # fmt: skip
-    """Lines over a common x axis: ``series`` is ``{label: (xs, ys)}``."""
+    """Lines over a common x axis: ``series`` is ``{label: (xs, ys)}``, ``mark`` a place on that axis and its name."""
     figure, axes = _axes(title, x, y)
-    for colour, (label, (xs, ys)) in zip(COLOURS * 3, series.items(), strict=False):
-        axes.plot(xs, ys, color=colour, label=label, linewidth=1.5, marker="o" if markers else None, markersize=4)
+    for k, (label, (xs, ys)) in enumerate(series.items()):
+        look = {"color": COLOURS[k % 6], "linestyle": LINES[k // 6 % 3], "marker": "o" if markers else None}
+        axes.plot(xs, ys, label=_plain(label), linewidth=1.5, markersize=4, **look)
     if log_x:
         axes.set_xscale("log")
+    elif all(isinstance(place, int) for xs, _ in series.values() for place in xs):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    if mark:
+        axes.axvline(mark[1], color="#888888", linewidth=1, linestyle="--", label=_plain(mark[0]))
     if log_y and any(max(ys, default=0) > 0 for _, ys in series.values()):
         axes.set_yscale("log")
-    if len(series) > 1:
+    if len(series) > 1 or mark:
         axes.legend(frameon=False, fontsize=9)
     ends = "; ".join(
         f"{label} from {number(float(ys[0]))} to {number(float(ys[-1]))}"
         for label, (_, ys) in series.items()
         if len(ys)
     )
+    ends += f"; {mark[0]} at {number(mark[1])}" if mark else ""
     data = {label: {"x": list(map(float, xs)), "y": list(map(float, ys))} for label, (xs, ys) in series.items()}
     return save_plot(figure, folder, name, f"{title}: {y} over {x}; {ends}", data)
 
@@ -296,10 +293,11 @@ def bars(folder: Path | None, name: str, groups: Mapping[str, Mapping[str, float
     width = 0.8 / len(groups)
     for k, (series, values) in enumerate(groups.items()):
         places = [i + (k - (len(groups) - 1) / 2) * width for i in range(len(labels))]
-        axes.bar(places, [values.get(label, 0) for label in labels], width, color=COLOURS[k], label=series)
-    axes.set_xticks(
-        range(len(labels)), labels, rotation=30 if len(labels) > 5 else 0, ha="right" if len(labels) > 5 else "center"
-    )
+        look = {"color": COLOURS[k % 6], "hatch": HATCHES[k // 6 % 3]}
+        axes.bar(places, [values.get(label, 0) for label in labels], width, label=_plain(series), **look)
+    crowded = len(labels) > 5 or len(labels) * max(map(len, labels), default=0) > 60
+    turned = {"rotation": 30, "ha": "right"} if crowded else {}
+    axes.set_xticks(range(len(labels)), list(map(_plain, labels)), **turned)
     if len(groups) > 1:
         axes.legend(frameon=False, fontsize=9)
     alt = f"{title}: " + "; ".join(
@@ -314,10 +312,11 @@ def scatter(
 ) -> Picture:  # fmt: skip
     """Points in the plane: ``groups`` is ``{label: [(x, y), ...]}``; ``labels`` are written beside their places."""
     figure, axes = _axes(title, x, y)
-    for colour, (label, points) in zip(COLOURS, groups.items(), strict=False):
-        axes.scatter(*zip(*points, strict=True), color=colour, label=f"{label} ({len(points)})", s=14, alpha=0.7)
+    for k, (label, points) in enumerate(groups.items()):
+        name_of = f"{_plain(label)} ({len(points)})"
+        axes.scatter(*zip(*points, strict=True), color=COLOURS[k % 6], label=name_of, s=14, alpha=0.7)
     for text, place in (labels or {}).items():
-        axes.annotate(text, place, fontsize=8, xytext=(3, 3), textcoords="offset points")
+        axes.annotate(_plain(text), place, fontsize=8, xytext=(3, 3), textcoords="offset points")
     axes.legend(frameon=False, fontsize=9)
     alt = f"{title}: " + ", ".join(f"{len(points)} points {label}" for label, points in groups.items())
     return save_plot(figure, folder, name, alt, {label: list(map(list, points)) for label, points in groups.items()})
@@ -332,15 +331,15 @@ def layer_norms(folder: Path | None, hidden_states: torch.Tensor, layer_ids: Seq
 
 
 class Live:
-    """One output that is drawn anew at most every ``seconds``: call it with a function that makes the picture."""
+    """One output that is drawn anew at most every ``seconds`` by ``make``; with ``last`` whatever the time."""
 
     def __init__(self, make: Any, seconds: float = 5.0):
         import time
 
         self.make, self.seconds, self.clock, self.last, self.handle = make, seconds, time.monotonic, 0.0, None
 
-    def __call__(self) -> None:
-        if self.clock() - self.last < self.seconds:
+    def __call__(self, last: bool = False) -> None:
+        if not last and self.clock() - self.last < self.seconds:
             return
         self.last = self.clock()
         picture = self.make()
@@ -388,10 +387,14 @@ def _by_position(folder: Path, name: str, validations: list[dict], pattern: str,
 
 
 # Of the strip of `steps`; in rgba, as the page below may be light or dark.
-STRIP_STYLE = """
+STRIP_STYLE = (
+    """
 .e3-strip { font: 13px/1.9 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; max-width: 900px; }
 .e3-strip span { unicode-bidi: isolate; padding: 1px 0; }
-.e3-accepted { background: rgba(34, 136, 51, .28); } .e3-missed { box-shadow: inset 0 -2px rgba(204, 51, 17, .75); }
+.e3-accepted { background: rgba(34, 136, 51, .28); """
+    + PRINTED
+    + """; }
+.e3-missed { border-bottom: 2px solid rgba(204, 51, 17, .75); }
 .e3-step { border-left: 1px solid rgba(128, 128, 128, .45); }
 .e3-note { font-size: 13px; margin: .6em 0 .2em; } .e3-steps { overflow-x: auto; font-size: 13px; }
 .e3-steps table { border-collapse: collapse; } .e3-steps :is(th, td) { padding: 1px 10px; text-align: left; }
@@ -399,6 +402,7 @@ STRIP_STYLE = """
 .e3-steps code { unicode-bidi: isolate; white-space: pre; margin-right: .5em; }
 td .e3-rejected { opacity: .75; } .e3-prompt { opacity: .75; white-space: pre-wrap; font-size: 13px; }
 """
+)
 STRIP_LEGEND = (
     '<span class="e3-accepted">green</span>: draft tokens that were accepted; plain: the verifier’s own tokens; '
     '<span class="e3-missed">underlined in red</span>: the verifier’s own token in place of a rejected draft '
@@ -450,7 +454,8 @@ def steps(response: Mapping[str, Any], num_speculative_tokens: int) -> Html:
     accepted, rejected = (sum(len(row[name]) for row in rows) for name in ("accepted", "rejected"))
     total = sum(len(row["accepted"]) + len(row["own"]) for row in rows)
     note = (
-        f"{response['id']} ({response['kind']}): {total} tokens in {len(rows)} steps, {accepted} draft tokens accepted"
+        f"{response['id']} ({response['kind']}): {total} tokens in {len(rows)} steps, "
+        f"{accepted} draft token{'' if accepted == 1 else 's'} accepted"
     )
     note += f", {rejected} rejected" if rejected else ""
     prompt = f'<div class="e3-prompt">{_in_strip(response["text"])}</div>' if "text" in response else ""

@@ -273,13 +273,24 @@ class Verifier:
         files = sorted(self.path / name for name in set(self.weights.files.values()))
         return {
             "config_sha256": sha256_file(self.path / "config.json"),
-            "tokenizer_sha256": self._hash("tokenizer.json", "tokenizer.model", "tiktoken.model"),
+            "tokenizer_sha256": sha256_file(self.tokenizer_file) if self.tokenizer_file else None,
             "chat_template_sha256": hashlib.sha256(str(self.tokenizer.chat_template).encode()).hexdigest(),
             "weights": [[index.name, sha256_file(index)]] if index else [[w.name, w.stat().st_size] for w in files],
         }
 
-    def _hash(self, *names: str) -> str | None:
-        return next((sha256_file(self.path / n) for n in names if (self.path / n).is_file()), None)
+    def sizes(self) -> dict[str, int | None]:
+        """Bytes of what `identity` hashes."""
+        return {
+            "weights": self.weights.total_bytes(),
+            "tokenizer": self.tokenizer_file.stat().st_size if self.tokenizer_file else None,
+            "chat_template": len(str(self.tokenizer.chat_template).encode()),
+        }
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The file with the tokenizer's vocabulary."""
+        names = ("tokenizer.json", "tokenizer.model", "tiktoken.model")
+        return next((self.path / name for name in names if (self.path / name).is_file()), None)
 
     @cached_property
     def weights(self) -> Weights:

@@ -93,10 +93,10 @@ def test_one_round_is_not_enough():
 @pytest.mark.engine
 def test_predicted_and_served_are_kept_side_by_side(finished_run):
     result = stage.result(finished_run, "evaluate")
-    assert (
-        result["predicted_acceptance_by_position"]
-        == stage.result(finished_run, "train")["predicted_acceptance_by_position"]
-    )
+    shares = stage.result(finished_run, "train")["predicted_acceptance_by_position"]
+    coverage = result["draft_vocab_coverage"]
+    assert 0.5 < coverage <= 1
+    assert result["predicted_acceptance_by_position"] == [s * coverage ** (k + 1) for k, s in enumerate(shares)]
     assert read_json(stage.folder(finished_run, "evaluate") / "plots" / "predicted_against_served.json")["alt"]
 
 

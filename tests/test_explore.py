@@ -9,8 +9,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-from eagle3nb import evaluate, explore_draft, explore_hidden_states, explore_vocab_mapping, stage, tiny
+from eagle3nb import evaluate, explore_draft, explore_hidden_states, explore_vocab_mapping, prepare_data, stage, tiny
 from eagle3nb.errors import Refused
+from eagle3nb.params import PrepareData
 from eagle3nb.samples import Store
 from eagle3nb.verifier import resolve
 
@@ -202,6 +203,18 @@ def test_every_miss_has_its_reason(walked, finished_run):
     assert sum(explore_draft.reasons(walked).values()) == pytest.approx(1)
     for row in explore_draft.misses(walked):
         assert row[1] == 0 or sum(row[2:]) == pytest.approx(1)
+
+
+@pytest.mark.engine
+def test_prompts_of_ones_own(finished_run):
+    """The verifier answers them through the chat template that the run was prepared with."""
+    settings = explore_draft.ExploreDraft(run_dir=str(finished_run), prompts=["What is a boat?"], max_new_tokens=8)
+    (response,) = explore_draft.run(settings)["responses"]
+    template = prepare_data.chat_template(PrepareData(), stage.verifier(finished_run))
+    prompt = template.ids([{"role": "user", "content": "What is a boat?"}], prompt=True)
+    assert response["name"] == "What is a boat?"
+    assert response["tokens"][: response["prompt_tokens"]] == prompt
+    assert 1 <= len(response["tokens"]) - len(prompt) <= 8
 
 
 @pytest.mark.engine

@@ -109,6 +109,12 @@ def test_engine_args_keys_can_be_overridden_one_by_one(load):
         ("prepare_data.train=[https://example.com/a.jsonl?token=qwertz]", "prepare_data.train", "qwertz"),
         ("evaluate.engine_args.password=letmein", "evaluate.engine_args.password", "letmein"),
         ("train.lr=sk-proj-0123456789abcdef", "train.lr", "sk-proj-0123456789abcdef"),
+        ("train.trainer_args={HUGGING_FACE_HUB_TOKEN: abc}", "trainer_args.HUGGING_FACE_HUB_TOKEN", "abc"),
+        ("train.trainer_args={wandb_key: abc}", "trainer_args.wandb_key", "abc"),
+        ("train.trainer_args={aws_session_token: abc}", "trainer_args.aws_session_token", "abc"),
+        ("train.trainer_args={pwd: abc}", "trainer_args.pwd", "abc"),
+        ("prepare_data.train=[https://tok123@example.com/a.jsonl]", "prepare_data.train", "tok123"),
+        ("train.trainer_args={x: 'Authorization: Basic dXNlcjpwYXNz'}", "train.trainer_args", "dXNlcjpwYXNz"),
         ("hf_0123456789abcdef", "a value", "hf_0123456789abcdef"),
     ],
 )
@@ -132,5 +138,11 @@ def test_a_credential_in_the_file_is_refused_before_its_type_is_looked_at(tmp_pa
 def test_ordinary_names_are_no_credentials(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("prepare_data: {train: [hf_dataset/chats, sk-learn/data@train], max_new_tokens: 7}\n")
-    found = params.load(path, ["prepare_data.chat_template_kwargs={eos_token: </s>}", "train.tokens_per_step=64"])
+    found = params.load(
+        path,
+        [
+            "prepare_data.chat_template_kwargs={eos_token: </s>, think_token: a, x: basic knowledge}",
+            "train.tokens_per_step=64",
+        ],
+    )
     assert found.prepare_data.max_new_tokens == 7

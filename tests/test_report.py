@@ -308,6 +308,66 @@ def test_a_list_of_runs_is_sorted_by_its_buttons(tmp_path, browser):
     assert report.refresh(tmp_path / "mine", create=True) is None
 
 
+def test_a_broken_run_is_listed_and_stops_no_other(tmp_path, browser):
+    made_up(tmp_path / "good", headline=GOOD)
+    for name in ("result", "record", "checks", "started"):
+        made_up(tmp_path / name, headline=GOOD)
+    write_text(stage.folder(tmp_path / "result", "preflight") / "result.json", "{")
+    write_text(tmp_path / "record" / "run.json", "[]")
+    write_text(stage.folder(tmp_path / "checks", "train") / "checks.json", '{"a": 1}')
+    run = read_json(tmp_path / "started" / "run.json")
+    del run["started"]
+    write_json(tmp_path / "started" / "run.json", run)
+    tab = looked_at(browser, report.refresh(tmp_path, create=True))
+    rows = dict(
+        tab.js("[...document.querySelectorAll('tbody tr')].map(r => [r.cells[0].innerText, r.cells[2].innerText])")
+    )
+    assert rows.pop("good") == "PASS"
+    assert rows == dict.fromkeys(("result", "record", "checks", "started"), "unreadable")
+
+
+def test_many_runs_are_compared(tmp_path, browser):
+    folders = [tmp_path / f"r{k}" for k in range(8)]
+    for folder in folders:
+        made_up(folder, headline=GOOD)
+        write_json(stage.folder(folder, "evaluate") / "result.json", {"acceptance_by_position": [0.5, 0.2]})
+    tab = looked_at(browser, report.compare(folders, tmp_path / "c.html"))
+    assert tab.js("document.querySelectorAll('img').length") == 1
+    assert "data of H" in tab.js("document.body.innerText")
+
+
+def test_commands_and_hostile_observations_can_be_read(tmp_path, browser):
+    folder = tmp_path / "my run"
+    made_up(folder, statuses=["done"] * 2 + ["pending"] * 4, status="incomplete")
+    write_json(
+        stage.folder(folder, "preflight") / "checks.json", [a_check("a.b", "warn", observed="tok \u202egnp.exe")]
+    )
+    text = looked_at(browser, report.write(folder)).js("document.body.innerText")
+    assert "What to do next" in text
+    assert f"--run-dir '{folder}'" in text
+    assert "tok ⟨U+202E⟩gnp.exe" in text
+
+
+def test_a_verifier_of_many_shards_has_its_size_in_the_report(tmp_path, browser):
+    folder = made_up(tmp_path / "large")
+    identity = {"weights": [["model.safetensors.index.json", "ab"]], "config_sha256": "cd", "tokenizer_sha256": "ef"}
+    found = {
+        "verifier": {"name": "large", "path": "/x"}, "identity": identity | {"chat_template_sha256": "01"},
+        "parameters": 10**12, "sizes": {"weights": 594 * 10**9, "tokenizer": 7000, "chat_template": 90},
+    }  # fmt: skip
+    write_json(stage.folder(folder, "preflight") / "result.json", found)
+    write_json(folder / "params.json", {"name": "made-up", "prepare_data": {"chat_template": "mine.jinja"}})
+    prepared = {"rows": 5, "heldout_rows": 1, "rows_sha256": "23", "rows_bytes": 4000}
+    prepared["chat_template_file"] = {"bytes": 80, "sha256": "45" * 32}
+    write_json(stage.folder(folder, "prepare_data") / "result.json", prepared)
+    cells = "[...document.querySelectorAll('#artefacts + div tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+    rows = {row[0]: row[1:] for row in looked_at(browser, report.write(folder)).js(cells)}
+    assert rows["verifier"][:2] == ["large", "594 GB"]
+    assert rows["tokenizer"][1] == "7 kB"
+    assert rows["chat template"] == ["mine.jinja", "80 B", "45" * 8, "file"]
+    assert rows["prepared rows"][1] == "4 kB"
+
+
 def test_out_is_for_comparisons(tmp_path, capsys):
     made_up(tmp_path / "a")
     assert main(["report", str(tmp_path / "a"), "--out", str(tmp_path / "x.html")]) == 2
@@ -356,9 +416,18 @@ def test_home_is_written_as_a_tilde(monkeypatch):
     pages._home_pattern.cache_clear()
     try:
         found = pages.tilde({"a": ["/home/someone/x", "in /home/someone.", "/mnt/home/someone/x", "/home/someone2", 3]})
+        more = pages.tilde(
+            [
+                "-p a.b=/home/someone/u",
+                "file:///home/someone/q",
+                "\x1b[1;32m/home/someone/x",
+                "/home/someone:/home/someone",
+            ]
+        )
     finally:
         monkeypatch.undo()
         pages._home_pattern.cache_clear()
+    assert more == ["-p a.b=~/u", "file://~/q", "\x1b[1;32m~/x", "~:~"]
     assert found == {"a": ["~/x", "in ~.", "/mnt/home/someone/x", "/home/someone2", 3]}
 
 

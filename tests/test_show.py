@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from eagle3nb import show
+from eagle3nb.text import token_text
 
 
 def test_a_tensor_line_says_what_is_wrong_with_it():
@@ -79,6 +80,22 @@ def test_a_plot_leaves_picture_data_and_alternative_text(tmp_path):
     assert "loss from 2 to 1" in saved["alt"] == picture.alt
 
 
+def test_a_dollar_sign_is_no_mathematics_and_many_series_all_have_a_look_of_their_own(tmp_path):
+    kinds = {f"$\\frac{k}$ \u202e": {"a$b$": 1.0} for k in range(13)}
+    saved = show.bars(tmp_path, "b", kinds, "$5 and $6", "share")
+    assert len(json.loads((tmp_path / "plots" / "b.json").read_text())["data"]) == 13
+    assert "$5 and $6" in saved.alt
+    lines = {str(k): ([0, 1], [k, k]) for k in range(18)}
+    show.curves(tmp_path, "c", lines, "t", "x", "y", mark=("here", 1))
+    looks = {(show.COLOURS[k % 6], show.LINES[k // 6 % 3]) for k in range(18)}
+    assert len(looks) == 18
+
+
+def test_columns_of_numbers_stand_to_the_right():
+    markup = show.table([("a", 1.5, None), ("b", None, None)], ("name", "share", "nothing")).markup
+    assert markup.count("text-align:right") == 3  # the head, the number, and its missing neighbour
+
+
 def test_training_curve_needs_a_step(tmp_path):
     assert show.training(tmp_path, "loss") is None
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train": {"loss": 3.0}}\n')
@@ -97,7 +114,7 @@ def test_bytes_that_are_no_character_are_written_out():
 
     words = tiny.tokenizer()
     ids = words.encode("é🙂")
-    texts = [show.token_text(words, i) for i in ids]
+    texts = [token_text(words, i) for i in ids]
     assert "".join(texts).encode().decode("unicode_escape").encode("latin-1").decode() == "é🙂"
     assert "\\x" in "".join(texts)
 
@@ -112,7 +129,7 @@ def test_rejected_drafts_are_named():
         {"accepted": [" b"], "own": ["c"], "rejected": ["a"]},
     ]
     found = show.steps(response, 2)
-    assert "3 tokens in 2 steps, 1 draft tokens accepted, 1 rejected" in found.text
+    assert "3 tokens in 2 steps, 1 draft token accepted, 1 rejected" in found.text
     assert "rejected «a»" in found.markup
 
 

@@ -119,8 +119,16 @@ def sharded(folder):
         "model.embed_tokens.weight": "model-00001-of-00002.safetensors",
         "model.norm.weight": "model-00002-of-00002.safetensors",
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 594}, "weight_map": files})
+    )
     return config_in(folder, **LLAMA, tie_word_embeddings=True)
+
+
+def test_a_sharded_verifier_is_as_large_as_its_index_says(tmp_path):
+    found = sharded(tmp_path)
+    assert found.weights.total_bytes() == 594
+    assert found.weights.missing() == ["model-00002-of-00002.safetensors"]
 
 
 def test_only_the_shard_that_holds_a_tensor_is_needed(tmp_path):

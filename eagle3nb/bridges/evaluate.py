@@ -5,6 +5,7 @@ from statistics import mean, stdev
 
 from eagle3nb.bridges.artefacts import Artefacts
 from eagle3nb.bridges.registry import Finding, check
+from eagle3nb.draft import served_acceptance
 
 BRIDGE = "evaluate"
 # |served - predicted x coverage^(k+1)| at position k. Measured: SmolLM2 0.009, 0.008, 0.007 (8192 draft tokens), 0.03,
@@ -25,8 +26,7 @@ def predicted(a: Artefacts) -> Finding:
     """Accepted share per position against validation's, times coverage: validation knows no other tokens."""
     served, coverage = a.served["acceptance_by_position"], a.served.get("draft_vocab_coverage") or 1.0
     far, texts = [], []
-    for k, (got, foretold) in enumerate(zip(served, a.predicted, strict=False)):
-        wanted = foretold * coverage ** (k + 1)
+    for k, (got, wanted) in enumerate(zip(served, served_acceptance(a.predicted, coverage), strict=False)):
         texts.append(f"{got:.3f} (predicted {wanted:.3f})")
         if abs(got - wanted) > NEAR + STEPS * _error(a, max(got, wanted)):
             far.append(k)

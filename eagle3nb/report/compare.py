@@ -39,7 +39,7 @@ def _peak(run: dict[str, Any]) -> int | None:
 # (label, how it is read from what `load` gives, format)
 FIGURES: tuple[tuple[str, Reader, str], ...] = (
     ("acceptance length", _of("evaluate", "acceptance_length"), ".2f"),
-    ("predicted acceptance length", _of("train", "predicted_acceptance_length"), ".2f"),
+    ("acceptance length in validation", _of("train", "predicted_acceptance_length"), ".2f"),
     *((f"accepted at position {k}", _of("evaluate", "acceptance_by_position", k), ".3f") for k in range(8)),
     ("speed-up", _of("evaluate", "speedup"), ".2f"),
     ("without draft, tokens/s", _of("evaluate", "baseline_tokens_per_s"), ".1f"),
@@ -132,11 +132,11 @@ def _overlays(runs: list[dict[str, Any]], here: Path) -> Any:
         for name, plot, series, title, x, y, log_x in CURVES:
             lines, links = {}, []
             for run in runs:
-                file = stage.folder(run["folder"], name) / "plots" / f"{plot}.json"
-                found = read_json(file, {}).get("data", {}).get(series)
+                file = f"plots/{plot}.json"
+                found = read_json(stage.folder(run["folder"], name) / file, {}).get("data", {}).get(series)
                 if found and name in reached(run["run"]):
                     lines[run["letter"]] = (found["x"], found["y"])
-                    links.append((run["letter"], os.path.relpath(file.resolve(), here)))
+                    links.append((run["letter"], _link(run, name, file, here)))
             if lines:
                 key = f"{plot}-{series}".replace(" ", "-")
                 few = max(len(xs) for xs, _ in lines.values()) < 20
@@ -147,4 +147,10 @@ def _overlays(runs: list[dict[str, Any]], here: Path) -> Any:
         if groups:
             title = "Accepted share by draft position"
             show.bars(Path(folder), "served", groups, title, "share of drafts")
-            yield {"title": title, "links": [], **page.picture(Path(folder) / "plots" / "served.png")}
+            letters = {run["letter"]: run for run in runs}
+            links = [(letter, _link(letters[letter], "evaluate", "result.json", here)) for letter in groups]
+            yield {"title": title, "links": links, **page.picture(Path(folder) / "plots" / "served.png")}
+
+
+def _link(run: dict[str, Any], name: str, file: str, here: Path) -> str:
+    return os.path.relpath((stage.folder(run["folder"], name) / file).resolve(), here)

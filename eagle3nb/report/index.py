@@ -1,6 +1,7 @@
 """``index.html``: all runs of a directory, newest first, sortable."""
 
 from pathlib import Path
+from typing import Any
 
 from eagle3nb import stage
 from eagle3nb.errors import Refused
@@ -31,25 +32,34 @@ def refresh(runs_dir: Path | str, *, create: bool = False) -> Path | None:
     ours = target.is_file() and page.GENERATOR in target.read_text(errors="replace")[:2000]
     if not ours and (target.exists() or not create):
         return None
-    rows = []
-    for record in Path(runs_dir).glob("*/run.json"):
-        try:
-            run, verdict, _ = summary(record.parent)
-        except Refused:  # one broken run must not stop another one
-            continue
-        preflight = read_json(stage.folder(record.parent, "preflight") / "result.json", {})
-        rows.append(
-            {
-                "run": run | {"seconds": run.get("seconds")},
-                "verdict": verdict,
-                "folder": record.parent.name,
-                "link": f"{record.parent.name}/report.html" if (record.parent / "report.html").is_file() else "",
-                "verifier": preflight.get("verifier", {}).get("name", ""),
-                "kind": verifier_kind(preflight),
-                "headline": run.get("headline") or {},
-            }
-        )
-    rows.sort(key=lambda row: (row["run"]["started"], row["folder"]), reverse=True)
+    rows = [_row(record.parent) for record in Path(runs_dir).glob("*/run.json")]
+    rows.sort(key=lambda row: (row["started"], row["folder"]), reverse=True)
     body = page.render("index.html.j2", rows=rows)
     write_text(target, page.page("Runs", body, script=SCRIPT))
     return target
+
+
+def _row(folder: Path) -> dict[str, Any]:
+    """What the list says of a run; of one whose files are broken that it is unreadable, for it must not stop others."""
+    link = f"{folder.name}/report.html" if (folder / "report.html").is_file() else ""
+    nothing = {"started": "", "status": "", "seconds": None, "verifier": "", "kind": "", "headline": {}}
+    try:
+        run, verdict, _ = summary(folder)
+        preflight = read_json(stage.folder(folder, "preflight") / "result.json", {})
+        known = {
+            "started": str(run["started"]),
+            "status": run["status"],
+            "seconds": run.get("seconds"),
+            "verifier": preflight.get("verifier", {}).get("name", ""),
+            "kind": verifier_kind(preflight),
+            "headline": _headline(run.get("headline") or {}),
+        }
+    except (Refused, LookupError, TypeError, ValueError, AttributeError):
+        return nothing | {"folder": folder.name, "link": link, "verdict": "unreadable"}
+    return known | {"folder": folder.name, "link": link, "verdict": verdict}
+
+
+def _headline(found: dict[str, Any]) -> dict[str, float]:
+    """The figures of the list; empty of a run that was not evaluated."""
+    names = ("acceptance_length", "speedup", "identical_outputs", "prompts")
+    return {name: float(found[name]) for name in names} if found else {}

@@ -10,6 +10,7 @@ from typing import Any
 
 from eagle3nb import child
 from eagle3nb.files import read_json, write_text
+from eagle3nb.text import visible
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 GENERATOR = '<meta name="generator" content="eagle3nb">'
@@ -20,10 +21,21 @@ def environment() -> Any:
     """Jinja2 with escaping and the filters of the templates."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    found = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    found = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, finalize=_harmless
+    )
     found.trim_blocks = found.lstrip_blocks = True
     found.filters |= {"duration": child.duration, "size": size, "number": number, "moment": moment}
     return found
+
+
+def _harmless(value: Any) -> Any:
+    """Texts from models, data and errors, with direction marks and the like made visible."""
+    from markupsafe import Markup
+
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return "\t".join(visible(part) for part in value.split("\t"))
 
 
 def render(template: str, **values: Any) -> str:
@@ -62,7 +74,7 @@ def _highlight() -> str:
 
 
 def export_notebook(path: Path) -> Path:
-    """Write an executed notebook as one self-contained HTML file beside it."""
+    """Write a stage's executed notebook as one self-contained HTML file beside it, with a way back to the report."""
     import nbformat
     from nbconvert import HTMLExporter
     from traitlets.config import Config
@@ -74,7 +86,8 @@ def export_notebook(path: Path) -> Path:
     notebook = nbformat.from_dict(tilde(nbformat.read(path, as_version=4)))
     body, _ = exporter.from_notebook_node(notebook)
     target = path.with_suffix(".html")
-    write_text(target, page(path.stem, body, highlight=True))
+    back = '<nav><a href="../report.html">Report of this run</a></nav>'
+    write_text(target, page(f"{path.stem}, {path.parent.parent.name}", back + body, highlight=True))
     return target
 
 
@@ -87,15 +100,17 @@ def tilde(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(tilde(part) for part in value)
     if isinstance(value, str) and not isinstance(value, Markup):
-        return _home_pattern().sub("~", value) if len(value) < 1_000_000 else value
+        return _home_pattern().sub(r"\1~", value) if len(value) < 1_000_000 else value
     return value
 
 
 @cache
 def _home_pattern() -> re.Pattern:
     home = str(Path.home())
-    # Only as the beginning of a path: not inside another one, nor in the base64 text of a picture.
-    return re.compile(rf"(?<![\w.+/=~-]){re.escape(home)}(?![\w+=-]|\.\w)") if len(home) > 1 else re.compile(r"(?!)")
+    # Only as the beginning of a path: not inside another one, nor in the base64 text of a picture. A colour of the
+    # terminal ends in a letter.
+    before = r"(^|[^\w.+/~-]|\x1b\[[\d;]*m|\bfile://)"
+    return re.compile(rf"{before}{re.escape(home)}(?![\w+=-]|\.\w)") if len(home) > 1 else re.compile(r"(?!)()")
 
 
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?)")

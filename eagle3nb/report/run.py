@@ -1,12 +1,13 @@
 """``report.html`` of a run, also of one that failed or is not finished: verdict first, then what it rests on."""
 
+import shlex
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from eagle3nb import child, stage
 from eagle3nb.errors import Refused
-from eagle3nb.files import read_json, write_text
+from eagle3nb.files import read_json, shown, write_text
 from eagle3nb.params import STAGES
 from eagle3nb.report import page
 from eagle3nb.report import verdict as verdicts
@@ -22,7 +23,8 @@ PLOTS = (
     ),
     (
         "evaluate", "predicted_against_served", "Acceptance by position, predicted against served",
-        "Within 0.04 of each other where training saw the states that serving gives.",
+        "Predicted: validation’s share times the coverage of the draft vocabulary. Within 0.04 and chance of each "
+        "other where training saw the states that serving gives.",
     ),
     ("evaluate", "acceptance_by_kind", "Acceptance length by kind of prompt", "Tokens per verifier step; all above 1."),
     ("build_vocab_mapping", "coverage", "Coverage by the draft vocabulary", "Nearly flat at the chosen size."),
@@ -57,7 +59,9 @@ def write(run_dir: Path | str) -> Path:
         "report.html.j2",
         run=run, verdict=verdict, sentence=sentence, kind=kind, figures=verdicts.figures(run.get("headline", {})),
         stopped=stopped, tail=page.plain(child.tail(log)) if log else "",
-        here=_shown(run_dir), bridges=_bridges(found), counts=_counts(found), notes=Markup(_notes(run_dir)),
+        here=shown(run_dir), quoted=shlex.quote(shown(run_dir)),
+        quoted_params=shlex.quote(shown(run_dir / "params.json")), 
+        bridges=_bridges(found), counts=_counts(found), notes=Markup(_notes(run_dir)),
         stages=[_stage(run_dir, entry) for entry in run["stages"]],
         sections={name: _parameters(name, params.get(name, {}), run) for name in STAGES},
         artefacts=_artefacts(run_dir, results, params), made=_made(run, results, params),
@@ -67,11 +71,6 @@ def write(run_dir: Path | str) -> Path:
     target = run_dir / "report.html"
     write_text(target, page.page(f"{run['name']}: {verdict}" + (f" ({kind})" if kind else ""), body))
     return target
-
-
-def _shown(path: Path) -> str:
-    path = path.resolve()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 # ---- checks and notes ----------------------------------------------------------------------------------------
@@ -162,16 +161,20 @@ def _artefacts(run_dir: Path, results: dict[str, dict], params: dict[str, Any]) 
 
     if found := results["preflight"]:
         identity = found["identity"]
-        weights = identity["weights"]
-        add("verifier", found["verifier"]["name"], sum(n for _, n in weights), identity["config_sha256"], "config.json")
-        add("tokenizer", found["verifier"]["path"], None, identity["tokenizer_sha256"], "tokenizer file")
-        template = params.get("prepare_data", {}).get("chat_template") or "the tokenizer’s own"
-        add("chat template", template, None, identity["chat_template_sha256"], "the tokenizer’s template")
+        sizes = found.get("sizes", {})
+        add("verifier", found["verifier"]["name"], sizes.get("weights"), identity["config_sha256"], "config.json")
+        add("tokenizer", found["verifier"]["path"], sizes.get("tokenizer"), identity["tokenizer_sha256"], "file")
+        given, own = params.get("prepare_data", {}).get("chat_template"), identity["chat_template_sha256"]
+        if given:
+            file = results["prepare_data"].get("chat_template_file") or {}
+            add("chat template", given, file.get("bytes"), file.get("sha256"), "file")
+        else:
+            add("chat template", "the tokenizer’s own", sizes.get("chat_template"), own, "its text")
     if found := results["prepare_data"]:
         for source, file in found.get("sources", {}).items():
             add("data", source, file["bytes"], file["sha256"], "file")
         rows_of = f"{found['rows']:,} rows, {found['heldout_rows']:,} held out"
-        add("prepared rows", rows_of, None, found["rows_sha256"], "rows")
+        add("prepared rows", rows_of, found.get("rows_bytes"), found["rows_sha256"], "rows")
     if found := results["extract_hidden_states"]:
         name = f"{found['store_samples']:,} samples, {found['store_tokens']:,} tokens, layers {found['layer_ids']}"
         add("store", name, found["store_bytes"], found["store_fingerprint"], "store.json")
@@ -182,7 +185,8 @@ def _artefacts(run_dir: Path, results: dict[str, dict], params: dict[str, Any]) 
         path = Path(stage.label("train")) / found["best_checkpoint"]
         add("checkpoint", path, found["checkpoint_bytes"], found["checkpoint_sha256"], "model.safetensors")
     if (found := results["evaluate"]) and params.get("evaluate", {}).get("checkpoint"):
-        add("served instead", found["checkpoint"])
+        size, sha256 = found.get("checkpoint_bytes"), found.get("checkpoint_sha256")
+        add("served instead", found["checkpoint"], size, sha256, "model.safetensors")
     return rows
 
 
@@ -249,9 +253,11 @@ def _limits(
     if kind:
         count = verdicts.verifier_size(results["preflight"])
         said.append(
-            f"The verifier is a {kind} ({count / 1e6:,.0f} million parameters): the figures show that the chain works, "
+            f"{kind.capitalize()} ({count / 1e6:,.0f} million parameters): the figures show that the chain works, "
             "not what a draft of a large verifier would reach."
         )
+    if other := _made_elsewhere(run):
+        said.append(f"Made by another state of the code than the one recorded: {other}.")
     if left := [entry["name"] for entry in run["stages"] if entry["status"] not in verdicts.FINISHED]:
         said.append(f"Not finished: {', '.join(left)}. Nothing is known of what they would have shown.")
     without = [
@@ -267,9 +273,10 @@ def _limits(
             said.append(f"Skipped: {check['title'] or check['id']} ({check['id']}){reason}.")
     if (figures_of := results["evaluate"]) and (settings := params.get("evaluate")):
         timed = figures_of.get("speed_prompts", settings["speed_prompts"])
+        at_once = _count(figures_of["concurrency"], "request")
         said.append(
             f"Acceptance was measured on {figures_of['prompts']} prompts, speed on {timed} of them at "
-            f"{figures_of['concurrency']} request(s) at once in {settings['rounds']} rounds, up to "
+            f"{at_once} at once in {settings['rounds']} rounds, up to "
             f"{settings['max_new_tokens']} new tokens each; other prompts, longer answers and other loads were not."
         )
         said.append("Only greedy decoding was measured; with sampling the acceptance differs.")
@@ -278,8 +285,21 @@ def _limits(
     if results["preflight"]:
         said.append("The verifier’s weights are identified by their sizes and its config, not by a hash of every byte.")
     if changed := run.get("made_with", {}).get("changed"):
-        said.append(f"The checkout had {len(changed)} uncommitted change(s): the commit alone does not give this code.")
+        said.append(
+            f"The checkout had {_count(len(changed), 'uncommitted change')}: the commit alone does not give this code."
+        )
     return said
+
+
+def _made_elsewhere(run: dict[str, Any]) -> str:
+    """The kept stages that another commit made, each with that commit."""
+    now = run.get("made_with", {}).get("commit")
+    kept = ((s["name"], s.get("commit")) for s in run["stages"] if s["status"] == "cached")
+    return ", ".join(f"{name} ({commit[:12]})" for name, commit in kept if commit and now and commit != now)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def load(run_dir: Path | str) -> dict[str, Any]:
