@@ -88,9 +88,9 @@ def read_deep(folder: Path) -> None:
     """What ``--deep`` does with every byte."""
     from eagle3nb.bridges.store import StoreFiles
 
-    changed, broken = StoreFiles(folder).every_byte
-    if changed.count or broken.count:
-        raise SystemExit(f"the healthy store was found broken: {changed} {broken}")
+    found = StoreFiles(folder).every_byte
+    if found.changed.count or found.broken.count or found.unlisted.count:
+        raise SystemExit(f"the healthy store was found broken: {found}")
 
 
 def timed(work: Callable[[Path], None], folder: Path, cached: bool) -> float:

@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"eagle3nb: {error}", file=sys.stderr)
         return 2
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        if args.command not in ("import", "export", "report"):  # these read what others wrote, of any form
+        if args.command not in ("check", "import", "export", "report"):  # these read what others wrote, of any form
             raise
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         print(f"eagle3nb: {args.command}: a file there has a form that cannot be used ({why})", file=sys.stderr)
@@ -137,8 +137,11 @@ def _check(args: argparse.Namespace) -> int:
 
     if not args.path.strip():
         raise Refused("check: an empty path; name what to check")
-    given = verifier.resolve(args.verifier, trust_remote_code=args.trust_remote_code) if args.verifier else None
-    artefacts, entries = bridges.check_path(args.path, given, args.against, args.deep)
+    if args.verifier is not None and not args.verifier.strip():
+        raise Refused("--verifier: an empty name; give a directory, a hub id, package:NAME or tiny:NAME")
+    trust = args.trust_remote_code
+    given = verifier.resolve(args.verifier, trust_remote_code=trust) if args.verifier else None
+    artefacts, entries = bridges.check_path(args.path, given, args.against, args.deep, trust)
     if args.json:
         print(json.dumps(entries, indent=2, ensure_ascii=False))
     else:

@@ -7,3 +7,7 @@ class Refused(ValueError):
     def _render_traceback_(self) -> list[str]:
         """What Jupyter shows in place of a traceback."""
         return [f"Refused: {self}"]
+
+
+class VerifierRefused(Refused):
+    """The verifier's own files are at fault, not what is compared with it."""

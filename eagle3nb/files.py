@@ -64,6 +64,8 @@ def json_file(path: Path | str, what: str = "a JSON value") -> Any:
     """The value of a JSON file from elsewhere; ``Refused`` where it is missing, absurdly large or none."""
     path = Path(path)
     try:
+        if path.exists() and not path.is_file():
+            raise Refused(f"{path}: wanted {what}, found no ordinary file")
         if path.stat().st_size > JSON_LIMIT:
             raise Refused(f"{path}: {path.stat().st_size:,} bytes of JSON; wanted at most {JSON_LIMIT:,}")
         return json.loads(path.read_bytes())

@@ -178,7 +178,7 @@ def checks(entries: Iterable[Mapping[str, Any]]) -> Html:
 
 
 def checks_text(entries: Iterable[Mapping[str, Any]], width: int = 100) -> str:
-    """The same table for a terminal: bridge by bridge, advice below what needs it, long text cut to ``width``."""
+    """The same table for a terminal: bridge by bridge; what needs a look has more lines; long text is cut."""
     lines, bridge = [], None
     for entry in entries:
         if entry["bridge"] != bridge:
@@ -186,7 +186,8 @@ def checks_text(entries: Iterable[Mapping[str, Any]], width: int = 100) -> str:
             lines.append(f"\n{bridge.replace('_', ' ')}")
         verdict = "fail (allowed)" if entry.get("allowed") else entry["verdict"]
         observed, expected = (visible(str(entry[key])) for key in ("observed", "expected"))
-        lines.append(f"  {verdict:<5} {entry['id']:<26} {observed[:width]}")
+        quiet = f" (wanted: {expected[: width // 2]})" if entry["verdict"] in ("pass", "skip") and expected else ""
+        lines.append(f"  {verdict:<5} {entry['id']:<26} {observed[:width]}{quiet}")
         if entry["verdict"] in ("fail", "warn"):
             lines += [f"        wanted: {expected[: 2 * width]}", f"        advice: {entry['advice'][: 2 * width]}"]
             if len(observed) > width:

@@ -50,27 +50,37 @@ def result(run_dir: Path | str, name: str) -> dict[str, Any]:
     return found
 
 
-def verifier(run_dir: Path | str) -> verifiers.Verifier:
+def verifier(run_dir: Path | str, *, trust_remote_code: bool | None = None) -> verifiers.Verifier:
     """The verifier that the preflight of this run resolved.
 
     Where it no longer lies (a run directory on another machine) it is found again by the name that the params file
-    gave it, and must have the same hashes.
+    gave it, and must have the same hashes. ``trust_remote_code`` overrules what the run's files say: they may be a
+    stranger's.
     """
     done = result(run_dir, "preflight")
-    found = done["verifier"]
-    if Path(found["path"]).is_dir():
-        return verifiers.Verifier(**found | {"path": Path(found["path"])})
+    try:
+        found = done["verifier"] | {"path": Path(done["verifier"]["path"])}
+        if trust_remote_code is not None:
+            found["trust_remote_code"] = trust_remote_code
+        first, identity = verifiers.Verifier(**found), dict(done["identity"])
+    except (KeyError, TypeError, ValueError) as error:
+        where = folder(run_dir, "preflight") / "result.json"
+        raise Refused(f"{where}: names no verifier as preflight does ({error!r}); run that stage again") from None
+    if first.path.is_dir():
+        return first
     given = read_json(Path(run_dir) / "params.json", {}).get("preflight", {})
+    way_out = "run the stage preflight again, or name it (eagle3nb check --verifier V)"
     try:
         again = verifiers.resolve(
-            given.get("verifier", found["name"]), revision=given.get("revision"), cache_dir=given.get("cache_dir"),
-            trust_remote_code=found["trust_remote_code"],
+            given.get("verifier", first.name), revision=given.get("revision"),
+            cache_dir=given.get("cache_dir") if trust_remote_code is None else None,
+            trust_remote_code=first.trust_remote_code,
         )  # fmt: skip
     except Refused as error:
-        raise Refused(f"the verifier is not in {found['path']}; run the stage preflight again ({error})") from None
-    changed = [key for key, value in again.identity().items() if value != done["identity"][key]]
+        raise Refused(f"the verifier is not in {first.path}; {way_out} ({error})") from None
+    changed = [key for key, value in again.identity().items() if value != identity.get(key)]
     if changed:
-        raise Refused(f"{again.path} holds another verifier than this run's ({', '.join(changed)} differ)")
+        raise Refused(f"{again.path} holds another verifier than this run's ({', '.join(changed)} differ); {way_out}")
     return again
 
 

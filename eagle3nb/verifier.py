@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3nb import tiny
-from eagle3nb.errors import Refused
+from eagle3nb.errors import Refused, VerifierRefused
 from eagle3nb.files import in_locked_folder, json_object, sha256_file
 from eagle3nb.weights import ROLES, Weights
 
@@ -127,7 +127,7 @@ class Verifier:
     def _json(self) -> dict[str, Any]:
         file = self.config_file
         if not file.is_file():
-            raise Refused(f"verifier {self.name}: no config.json in {self.path}; give a checkpoint directory")
+            raise VerifierRefused(f"verifier {self.name}: no config.json in {self.path}; give a checkpoint directory")
         return json_object(file, "the JSON of a model config")
 
     @cached_property
@@ -135,7 +135,7 @@ class Verifier:
         """The key of config.json that holds the text config; None where it is the top level itself."""
         found = [key for key in TEXT_SECTIONS if isinstance(self._json.get(key), dict)]
         if len(found) > 1:
-            raise Refused(f"{self.config_file}: {' and '.join(found)} could be the text config; wanted one")
+            raise VerifierRefused(f"{self.config_file}: {' and '.join(found)} could be the text config; wanted one")
         return found[0] if found else None
 
     @property
@@ -149,7 +149,7 @@ class Verifier:
 
         file, section = self.config_file, self._text_json
         if not any(name in section for name in LAYER_FIELDS):
-            raise Refused(
+            raise VerifierRefused(
                 f"{file}: wanted the number of layers ({' or '.join(LAYER_FIELDS)}) in "
                 f"{self.text_section or 'the top level'}, found {', '.join(sorted(section)[:12]) or 'nothing'}"
             )
@@ -160,18 +160,19 @@ class Verifier:
             if model_type not in CONFIG_MAPPING and not self.trust_remote_code:
                 if "auto_map" not in self._json:
                     return PreTrainedConfig.from_dict(section)  # no class knows it: its fields as they are
-                raise Refused(
+                raise VerifierRefused(
                     f"{file}: transformers does not know model type {model_type!r}, and the code that comes with it is "
                     "not run; read it, then set preflight.trust_remote_code: true"
                 ) from error
-            raise Refused(f"{file}: transformers refuses it ({' '.join(str(error).split())[:300]})") from error
+            raise VerifierRefused(f"{file}: transformers refuses it ({' '.join(str(error).split())[:300]})") from error
         text = whole.get_text_config()
         return PreTrainedConfig.from_dict(section) if text is whole and self.text_section else text
 
     def _number(self, name: str) -> int:
         value = getattr(self.config, name, None)
         if not isinstance(value, int):
-            raise Refused(f"{self.config_file}: wanted a number as {name} in {self.text_section or 'the top level'}")
+            where = self.text_section or "the top level"
+            raise VerifierRefused(f"{self.config_file}: wanted a number as {name} in {where}")
         return value
 
     @property
@@ -203,7 +204,7 @@ class Verifier:
         try:
             return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         except Exception as error:  # transformers raises many types
-            raise Refused(
+            raise VerifierRefused(
                 f"verifier {self.name}: no tokenizer that loads in {self.path} ({' '.join(str(error).split())[:200]}); "
                 "where it needs code that comes with it, read that code, then set preflight.trust_remote_code: true"
             ) from error
@@ -307,7 +308,7 @@ class Verifier:
             _from_hub(self.name, self.revision, "*.safetensors")
         missing = self.weights.missing()
         if missing:
-            raise Refused(
+            raise VerifierRefused(
                 f"{self.weights.index}: names {len(missing)} files that are not in {self.path} ({missing[0]}, ...); "
                 "copy them there"
             )
@@ -321,7 +322,7 @@ class Verifier:
         if key is None:
             last = ROLES[role][0].split(".")[-2]
             near = [k for k in self.weights.files if last.split("_")[-1] in k and "layers." not in k]
-            raise Refused(
+            raise VerifierRefused(
                 f"verifier {self.name}: no tensor ending in {ROLES[role][0]} in {self.path}; "
                 f"nearest: {', '.join(sorted(near)[:5]) or 'none'}"
             )
@@ -338,7 +339,7 @@ class Verifier:
     def _eps_field(self) -> str:
         field = next((name for name in EPS_FIELDS if getattr(self.config, name, None) is not None), None)
         if field is None:
-            raise Refused(f"{self.config_file}: wanted the final norm's epsilon ({' or '.join(EPS_FIELDS)})")
+            raise VerifierRefused(f"{self.config_file}: wanted the final norm's epsilon ({' or '.join(EPS_FIELDS)})")
         return field
 
     @property

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from eagle3nb.errors import Refused
+from eagle3nb.errors import VerifierRefused
 from eagle3nb.files import json_object
 
 ROLES: dict[str, tuple[str, ...]] = {
@@ -33,14 +33,14 @@ _TEXT_PREFIX = re.compile(r"((model|language_model|text_model|thinker|llm|backbo
 
 
 def open_safetensors(path: Path) -> Any:
-    """A safetensors file opened for reading; ``Refused`` where it is missing, cut short or none."""
+    """A safetensors file opened for reading; ``VerifierRefused`` where it is missing, cut short or none."""
     from safetensors import SafetensorError, safe_open
 
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:
         size = f"{path.stat().st_size:,} bytes" if path.is_file() else "no file"
-        raise Refused(
+        raise VerifierRefused(
             f"{path}: wanted a whole safetensors file, found {size} that cannot be read ({error}); fetch it again"
         ) from error
 
@@ -69,7 +69,8 @@ class Weights:
         if self.index:
             found = json_object(self.index, "the JSON of an index").get("weight_map")
             if not isinstance(found, dict) or not found:
-                raise Refused(f"{self.index}: wanted a weight_map of tensor names, found {type(found).__name__}")
+                what = type(found).__name__
+                raise VerifierRefused(f"{self.index}: wanted a weight_map of tensor names, found {what}")
             return found
         found = {}
         if self.fetch and not any(self.folder.glob("*.safetensors")):
@@ -78,7 +79,7 @@ class Weights:
             with open_safetensors(file) as handle:
                 found |= dict.fromkeys(handle.keys(), file.name)
         if not found:
-            raise Refused(f"verifier {self.name}: no safetensors file in {self.folder}")
+            raise VerifierRefused(f"verifier {self.name}: no safetensors file in {self.folder}")
         return found
 
     def missing(self) -> list[str]:
@@ -86,14 +87,14 @@ class Weights:
         return [f for f in sorted(set(self.files.values())) if not (self.folder / f).is_file()]
 
     def find(self, role: str) -> str | None:
-        """The tensor's name, None where there is none; ``Refused`` with the candidates where several could be meant."""
+        """The tensor's name, None where there is none; ``VerifierRefused`` where several could be meant."""
         for ending in ROLES[role]:
             pattern = re.compile(rf"(?:^|.*[._]){re.escape(ending)}$")
             matches = [key for key in self.files if pattern.match(key) and not _LAYER.search(key)]
             own = [key for key in matches if _TEXT_PREFIX.fullmatch(key.removesuffix(ending.removeprefix("model.")))]
             matches = own or matches
             if len(matches) > 1:
-                raise Refused(
+                raise VerifierRefused(
                     f"verifier {self.name}: {len(matches)} tensors in {self.folder} could be its {role}: "
                     f"{', '.join(sorted(matches))}; wanted one"
                 )
@@ -106,7 +107,7 @@ class Weights:
         file = self.folder / self.files[key]
         if not file.is_file():
             if not self.fetch:
-                raise Refused(
+                raise VerifierRefused(
                     f"{self.index}: names {file.name} for {key}, and {self.folder} holds no such file; copy it there"
                 )
             file = self.fetch(file.name)

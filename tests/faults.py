@@ -6,6 +6,7 @@ All other checks must stay as quiet as they are on the healthy run.
 
 import itertools
 import json
+import os
 import random
 import re
 from collections.abc import Callable
@@ -300,6 +301,27 @@ def a_file_missing(run: Path) -> None:
     (store(run) / "hidden_states" / "hs_5.safetensors").unlink()
 
 
+@fault("samples.checksum", says="1 files are not listed: hs_5")
+def a_file_without_a_checksum(run: Path) -> None:
+    path = store(run) / "samples.jsonl"
+    lines = [line for line in path.read_text().splitlines() if json.loads(line)["i"] != 5]
+    path.write_text("\n".join(lines) + "\n")
+
+
+@fault("samples.readable", says="no ordinary file")
+def a_pipe_in_place_of_a_file(run: Path) -> None:
+    path = store(run) / "hidden_states" / "hs_5.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+
+
+@fault("samples.readable", says="leaves the directory")
+def a_link_to_itself(run: Path) -> None:
+    path = store(run) / "hidden_states" / "hs_5.safetensors"
+    path.unlink()
+    path.symlink_to(path)
+
+
 @fault("samples.checksum", says="hs_5")
 def bytes_changed_but_not_the_size(run: Path) -> None:
     path = store(run) / "hidden_states" / "hs_5.safetensors"
@@ -392,19 +414,28 @@ def mask_of_zeros(run: Path) -> None:
     masks(run, lambda mask, ids: [0] * len(mask))
 
 
-@fault("mask.start", says="one token early")
+@fault("mask.shift", says="one token early")
 def mask_one_early(run: Path) -> None:
     masks(run, lambda mask, ids: [*mask[1:], mask[-1]])
 
 
-@fault("mask.start", says="one token late")
+@fault("mask.shift", says="one token late")
 def mask_one_late(run: Path) -> None:
     masks(run, lambda mask, ids: [0, *mask[:-1]])
 
 
-@fault("mask.start", "samples.target_agreement", says="in the user's")
+@fault("mask.user_turn", "samples.target_agreement", says="in the user's")
 def mask_from_the_users_turn(run: Path) -> None:
     masks(run, lambda mask, ids: [0] * 3 + [1] * (len(mask) - 3))
+
+
+@fault("mask.start", says="after its first tokens")
+def mask_without_the_first_tokens(run: Path) -> None:
+    def change(mask: list[int], ids: list[int]) -> list[int]:
+        start = mask.index(1)
+        return [0] * (start + 3) + mask[start + 3 :]
+
+    masks(run, change)
 
 
 @fault("mask.end", says="ends before it")
@@ -502,7 +533,7 @@ def d2t_of_ids(run: Path) -> None:
     tensors(run, lambda t: t.update({"d2t": t["d2t"]}))
 
 
-@fault("vocab.offsets", says="0, 1, 2")
+@fault("vocab.arange", says="0, 1, 2")
 def d2t_is_arange(run: Path) -> None:
     mapping(run, d2t=torch.arange(len(pair(run)[1])))
 
@@ -602,7 +633,12 @@ def layer_ids_of_another_store(run: Path) -> None:
     config(run, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
 
 
-@fault("draft.layers_of_store", says="convention of layer outputs")
+@fault("draft.layer_convention", says="one more than captured")
+def layer_ids_of_a_store_that_counts_outputs(run: Path) -> None:
+    config(run, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+
+
+@fault("draft.layer_convention", says="convention of layer outputs")
 def layer_ids_in_the_convention_of_outputs(run: Path) -> None:
     config(run, eagle_aux_hidden_state_layer_ids=[0, 2, 3])
 
@@ -657,6 +693,24 @@ def lm_head_random(run: Path) -> None:
     tensors(run, lambda t: t.update({"lm_head.weight": torch.randn_like(t["lm_head.weight"])}))
 
 
+@fault("draft.lm_head", says="50% of 512 rows")
+def every_second_lm_head_row_random(run: Path) -> None:
+    def change(t: dict[str, torch.Tensor]) -> None:
+        t["lm_head.weight"][1::2] = torch.randn_like(t["lm_head.weight"][1::2])
+
+    tensors(run, change)
+
+
+@fault("draft.embedding", "draft.lm_head", says="rows are random")
+def the_end_of_both_tables_random(run: Path) -> None:
+    def change(t: dict[str, torch.Tensor]) -> None:
+        for name in ("embed_tokens.weight", "lm_head.weight"):
+            start = int(0.55 * len(t[name]))
+            t[name][start:] = torch.randn_like(t[name][start:])
+
+    tensors(run, change)
+
+
 @fault("draft.lm_head", says="unmapped")
 def lm_head_of_the_first_rows(run: Path) -> None:
     head = stage.verifier(run).weight("lm_head")
@@ -680,6 +734,21 @@ def d2t_of_another_mapping(run: Path) -> None:
         t["d2t"][-1] += 1
 
     tensors(run, change)
+
+
+@fault("draft.d2t", says="F32 [512]")
+def d2t_of_floats(run: Path) -> None:
+    tensors(run, lambda t: t.update({"d2t": t["d2t"].float()}))
+
+
+@fault("draft.d2t", says="own t2d selects other tokens")
+def t2d_of_another_build_in_the_checkpoint(run: Path) -> None:
+    tensors(run, lambda t: t.update({"t2d": t["t2d"].roll(1)}))
+
+
+@fault("draft.zeros", says="fc.weight")
+def a_matrix_of_zeros(run: Path) -> None:
+    tensors(run, lambda t: t["fc.weight"].zero_())
 
 
 @fault("draft.finite", says="fc.weight: 1 of")

@@ -1,11 +1,13 @@
 """The checks: quiet on a healthy run, and each silent fault named by the check that is there for it."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import faults
 import pytest
+from safetensors.torch import load_file, save_file
 
 from eagle3nb import bridges, child, stage
 from eagle3nb.bridges import artefacts, registry
@@ -113,7 +115,7 @@ def test_against_compares_a_draft_with_a_store(copy_of_run, verifier_dir, capsys
     faults.layer_ids_in_the_convention_of_outputs(copy_of_run)
     code, entries, _ = check(capsys, *arguments)
     assert code == 1
-    assert [e["id"] for e in entries if e["verdict"] == "fail"] == ["draft.layers_of_store"]
+    assert fails(entries) == ["draft.layer_convention"]
 
 
 def test_against_a_config_gives_a_bare_store_its_layers(copy_of_run, verifier_dir, capsys):
@@ -122,6 +124,181 @@ def test_against_a_config_gives_a_bare_store_its_layers(copy_of_run, verifier_di
     code, entries, _ = check(capsys, faults.store(copy_of_run), "--verifier", verifier_dir, "--against", config)
     assert code == 0
     assert {e["id"]: e["verdict"] for e in entries}["samples.layers"] == "pass"
+
+
+def lone_sample(run: Path) -> Path:
+    return faults.store(run) / "hidden_states" / "hs_3.safetensors"
+
+
+def test_a_lone_sample_is_compared_with_the_row_and_the_checksum_of_its_number(copy_of_run, verifier_dir, capsys):
+    arguments = (lone_sample(copy_of_run), "--verifier", verifier_dir, "--against", faults.store(copy_of_run), "--deep")
+    code, entries, _ = check(capsys, *arguments)
+    verdicts = {e["id"]: e["verdict"] for e in entries}
+    assert code == 0
+    assert {verdicts[id] for id in ("samples.token_ids", "samples.checksum", "samples.layers")} == {"pass"}
+    shutil.copy(lone_sample(copy_of_run).with_name("hs_4.safetensors"), lone_sample(copy_of_run))
+    code, entries, _ = check(capsys, *arguments)
+    loud = {e["id"]: e["observed"] for e in entries if e["verdict"] == "fail"}
+    assert code == 1
+    assert "samples.checksum" in loud
+    assert "hs_3.safetensors" in loud.get("samples.token_ids", "") + loud.get("samples.length", "")
+
+
+def test_ids_of_a_lone_sample_are_looked_at(copy_of_run, verifier_dir, capsys):
+    def change(states, ids):
+        ids[2] = -7
+        return states, ids
+
+    faults.samples(copy_of_run, change, only={3})
+    code, entries, _ = check(capsys, lone_sample(copy_of_run), "--verifier", verifier_dir)
+    assert code == 1
+    assert "-7 to" in next(e["observed"] for e in entries if e["id"] == "samples.vocabulary")
+
+
+def fails(entries: list[dict]) -> list[str]:
+    return [e["id"] for e in entries if e["verdict"] == "fail"]
+
+
+def test_against_compares_a_store_with_a_config(copy_of_run, verifier_dir, capsys):
+    config = faults.checkpoint(copy_of_run) / "config.json"
+    arguments = (faults.store(copy_of_run), "--verifier", verifier_dir, "--against", config)
+    assert check(capsys, *arguments)[0] == 0
+    faults.layer_ids_of_another_store(copy_of_run)
+    code, entries, _ = check(capsys, *arguments)
+    assert (code, fails(entries)) == (1, ["draft.layers_of_store"])
+
+
+def test_against_compares_counts_with_a_store(copy_of_run, verifier_dir, capsys):
+    import torch
+
+    counts = stage.folder(copy_of_run, "build_vocab_mapping") / "token_freq.pt"
+    arguments = (counts, "--verifier", verifier_dir, "--against", faults.store(copy_of_run))
+    assert check(capsys, *arguments)[0] == 0
+    torch.save({token: n + 7 for token, n in torch.load(counts).items()}, counts)
+    code, entries, _ = check(capsys, *arguments)
+    assert (code, fails(entries)) == (1, ["vocab.source"])
+
+
+def test_against_compares_a_mapping_with_a_checkpoint(copy_of_run, verifier_dir, capsys):
+    mapping = stage.folder(copy_of_run, "build_vocab_mapping")
+    arguments = (mapping, "--verifier", verifier_dir, "--against", faults.checkpoint(copy_of_run))
+    assert check(capsys, *arguments)[0] == 0
+    faults.d2t_of_another_mapping(copy_of_run)
+    code, entries, _ = check(capsys, *arguments)
+    assert (code, fails(entries)) == (1, ["draft.d2t"])
+
+
+def test_against_compares_two_drafts(copy_of_run, tmp_path, capsys):
+    other = tmp_path / "other.json"
+    shutil.copy(faults.checkpoint(copy_of_run) / "config.json", other)
+    arguments = (faults.checkpoint(copy_of_run), "--against", other)
+    assert check(capsys, *arguments)[0] == 0
+    flag = not json.loads(other.read_text())["norm_before_fc"]
+    faults.edit(other, norm_before_fc=flag, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
+    code, entries, _ = check(capsys, *arguments)
+    found = next(e for e in entries if e["id"] == "draft.other")
+    assert (code, found["verdict"]) == (1, "fail")
+    assert "norm_before_fc" in found["observed"]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("params.json", "no draft config"),
+        ("02_extract_hidden_states/store/store.json", "no draft config"),
+        ("02_extract_hidden_states/store/hidden_states/hs_1.safetensors", "one sample file is nothing to compare with"),
+        ("03_build_vocab_mapping", "nothing in it bears on"),
+    ],
+)
+def test_against_something_that_says_nothing(finished_run, capsys, other, message):
+    code, _, err = check(capsys, faults.store(finished_run), "--against", finished_run / other)
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err
+
+
+def test_against_a_run_whose_verifier_is_gone(copy_of_run, verifier_dir, capsys):
+    faults.edit(stage.folder(copy_of_run, "preflight") / "result.json", verifier__path="/gone")
+    faults.edit(copy_of_run / "params.json", preflight__verifier="/gone")
+    draft = faults.checkpoint(copy_of_run)
+    assert check(capsys, draft, "--verifier", verifier_dir, "--against", copy_of_run)[0] == 0
+    code, _, err = check(capsys, copy_of_run)
+    assert code == 2
+    assert "--verifier V" in err
+
+
+def test_a_verifier_that_is_none(finished_run, verifier_dir, tmp_path, capsys):
+    draft = faults.checkpoint(finished_run)
+    for bad in ("", str(tmp_path), str(finished_run / "00_preflight")):
+        code, _, err = check(capsys, draft, "--verifier", bad)
+        assert (code, err.count("\n")) == (2, 1)
+    bare = Path(shutil.copytree(verifier_dir, tmp_path / "bare"))
+    (bare / "model.safetensors").unlink()
+    code, entries, _ = check(capsys, draft, "--verifier", bare)
+    verdicts = {e["id"]: e for e in entries}
+    assert code == 0  # nothing is wrong with the draft
+    assert verdicts["draft.lm_head"]["verdict"] == verdicts["draft.embedding"]["verdict"] == "skip"
+    assert "no safetensors file" in verdicts["draft.lm_head"]["observed"]
+    assert verdicts["draft.rope_theta"]["verdict"] == "pass"
+
+
+def test_code_that_a_run_names_is_not_run(copy_of_run, verifier_dir, tmp_path, capsys):
+    evil, mark = Path(shutil.copytree(verifier_dir, tmp_path / "evil")), tmp_path / "was-run"
+    code = f"open({str(mark)!r}, 'w')\nfrom transformers import LlamaConfig\nclass Own(LlamaConfig): pass\n"
+    (evil / "conf.py").write_text(code)
+    faults.edit(evil / "config.json", model_type="own", auto_map={"AutoConfig": "conf.Own"})
+    record = stage.folder(copy_of_run, "preflight") / "result.json"
+    faults.edit(record, verifier__path=str(evil), verifier__trust_remote_code=True)
+    check(capsys, copy_of_run)
+    assert not mark.exists()
+    check(capsys, copy_of_run, "--trust-remote-code")
+    assert mark.exists()  # the trap works
+
+
+@pytest.mark.parametrize("found", [{}, {"verifier": {}}, {"verifier": "x"}, {"verifier": {"path": "/", "odd": 1}}])
+def test_a_run_that_names_no_verifier(copy_of_run, capsys, found):
+    (stage.folder(copy_of_run, "preflight") / "result.json").write_text(json.dumps(found))
+    code, _, err = check(capsys, copy_of_run)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "names no verifier" in err
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "02_extract_hidden_states/store", "02_extract_hidden_states/store/hidden_states", "01_prepare_data/rows",
+        "03_build_vocab_mapping/token_freq.pt", "00_preflight/result.json", "04_train/checkpoints",
+    ],
+)  # fmt: skip
+def test_links_out_of_a_run_are_reported_and_not_followed(copy_of_run, tmp_path, capsys, part):
+    path, away = copy_of_run / part, tmp_path / "away"
+    shutil.move(path, away)
+    path.symlink_to(away)
+    code, entries, err = check(capsys, copy_of_run)
+    assert code > 0
+    assert "not followed" in err + " ".join(e["observed"] for e in entries if e["verdict"] == "fail")
+
+
+def test_a_checkpoint_outside_the_run(copy_of_run, capsys):
+    faults.edit(stage.folder(copy_of_run, "train") / "result.json", best_checkpoint="../../../..")
+    code, _, err = check(capsys, copy_of_run)
+    assert code == 2
+    assert "leads out of the run directory" in err
+
+
+def test_a_run_without_its_samples_is_not_called_healthy(copy_of_run, capsys):
+    shutil.rmtree(faults.store(copy_of_run) / "hidden_states")
+    code, entries, _ = check(capsys, copy_of_run, "--deep")
+    assert (code, fails(entries)) == (1, ["samples.readable"])
+    verdicts = {e["id"]: e["verdict"] for e in entries}
+    for id in ("finite", "constant", "layers", "target_agreement", "dtype", "checksum"):
+        assert verdicts[f"samples.{id}"] == "skip"
+
+
+def test_deep_looks_at_what_is_not_listed(copy_of_run, capsys):
+    faults.a_nan(copy_of_run)
+    (faults.store(copy_of_run) / "samples.jsonl").write_text("")
+    code, entries, _ = check(capsys, faults.store(copy_of_run), "--deep")
+    assert (code, fails(entries)) == (1, ["samples.finite", "samples.checksum"])
 
 
 def test_deep_reads_every_byte(copy_of_run, capsys):
@@ -155,11 +332,46 @@ def test_a_normed_last_state_is_named_without_room_for_the_verifier(copy_of_run,
     assert "already after the final norm" in found["observed"]
 
 
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("last_state_after_the_final_norm", "already after the final norm"),
+        ("states_shifted_back", "one position late"),
+        ("states_shifted_forward", "one position early"),
+        ("mask_of_ones", "loss mask is taken from the chat template"),
+        ("mask_from_the_users_turn", "loss mask is taken from the chat template"),
+        ("columns_turned_round", "column 0 is the last state, not column 3"),
+    ],
+)
+def test_the_diagnosis_names_the_cause(name, cause, copy_of_run, monkeypatch):
+    from eagle3nb.bridges import reference as where
+
+    monkeypatch.setattr(where, "MEMORY_SHARE", 0.0)  # by reading alone
+    if name == "columns_turned_round":
+        faults.samples(copy_of_run, lambda states, ids: states.flip(1))
+    else:
+        faults.FAULTS[name][0](copy_of_run)
+    found = one_check("samples.target_agreement", artefacts.of_run(copy_of_run))
+    assert found.verdict == "fail"
+    assert cause in found.observed
+
+
+def test_the_diagnosis_names_the_other_norm(finished_run, verifier_dir, tmp_path):
+    """The same verifier with w - 1 in its files: right only where it is read as 1 + w."""
+    other = changed(verifier_dir, tmp_path)
+    weights = load_file(other.path / "model.safetensors")
+    weights["model.norm.weight"] -= 1
+    save_file(weights, other.path / "model.safetensors", metadata={"format": "pt"})
+    found = one_check("samples.target_agreement", artefacts.of_run(finished_run, other))
+    assert found.verdict == "fail"
+    assert "the final norm multiplies by 1 + w" in found.observed
+
+
 # ---- faults that need another verifier, or fewer things at hand, than a finished run has ----------------------
 
 ALONE = {
     "verifier.tensors", "verifier.final_norm", "verifier.end_of_turn", "verifier.vocabulary", "draft.final_norm",
-    "samples.hidden_size", "samples.growth", "vocab.coverage",
+    "samples.hidden_size", "samples.growth", "vocab.coverage", "draft.other",
 }  # fmt: skip
 
 
@@ -222,6 +434,12 @@ REFUSED = {
     "text.json": "wanted a JSON object, found none that can be read",
     "list.json": "wanted a JSON object",
     "other.json": "no draft config",
+    "counts.pt": "found other keys or values",
+    "bools.pt": "wanted a dict of counts or a 1-D integer tensor",
+    "huge.pt": "beyond 64 bits",
+    "weightless": "found pytorch_model.bin",
+    "model": "no fc among its tensors",
+    "pipe.safetensors": "no ordinary file",
     "code.pt": "code is not run",
     "object.npy": "no readable .npy",
     "expanded.pt": "larger than the bytes behind it",
@@ -244,6 +462,14 @@ def odd_files(tmp_path) -> Path:
     np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
     torch.save(torch.zeros(1).long().expand(10**12), tmp_path / "expanded.pt")
     (tmp_path / "words.txt").write_text("hello")
+    torch.save({1: float("inf")}, tmp_path / "counts.pt")
+    torch.save(torch.ones(5, dtype=torch.bool), tmp_path / "bools.pt")
+    torch.save({1: 10**30}, tmp_path / "huge.pt")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for name, weights in (("weightless", "pytorch_model.bin"), ("model", "model.safetensors")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"hidden_size": 8}')
+        save_file({"model.norm.weight": torch.ones(8)}, tmp_path / name / weights)
     (tmp_path / "header.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
     return tmp_path
 

@@ -363,7 +363,7 @@ def test_older_artefacts_are_found_and_judged(finished_run, verifier, tmp_path):
     assert fields["norm_before_residual"][:3] == ("absent", False, True)
     assert fields["rms_norm_eps"][0] == 1e-5
     bad = {e["id"] for e in explore.verdicts(found, settings) if e["verdict"] == "fail"}
-    assert bad == {"vocab.offsets", "draft.rms_eps", "draft.layers_of_store"}
+    assert bad == {"vocab.offsets", "draft.rms_eps", "draft.layer_convention"}
 
 
 @pytest.mark.engine

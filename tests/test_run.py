@@ -104,7 +104,7 @@ def test_the_runner_keeps_a_list_of_runs_and_room_for_notes(tmp_path, monkeypatc
     folder = next(runs.glob("smoke-*"))
     index = (runs / "index.html").read_text()
     assert f'href="{folder.name}/report.html"' in index
-    assert ">failed<" in index
+    assert ">FAIL<" in index
     assert ">running<" not in index
     (folder / "notes.md").write_text("mine")
     (runs / "broken").mkdir()

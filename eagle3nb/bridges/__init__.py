@@ -28,13 +28,25 @@ MODULES = (preflight, prepare_data, extract_hidden_states, build_vocab_mapping, 
 
 
 def check_path(
-    path: Path | str, verifier: Verifier | None = None, against: Path | str | None = None, deep: bool = False
+    path: Path | str,
+    verifier: Verifier | None = None,
+    against: Path | str | None = None,
+    deep: bool = False,
+    trust_remote_code: bool = False,
 ) -> tuple[Artefacts, list[dict[str, Any]]]:
-    """What ``path`` is, and the entries of all checks that apply; `Refused` where it cannot be read."""
-    artefacts = identify(Path(path), verifier, deep)
-    if against is not None:
-        add(artefacts, Path(against))
-    return artefacts, run(artefacts)
+    """What ``path`` is, and the entries of all checks that apply; `Refused` where it cannot be read.
+
+    Code of a verifier that a run directory names is run only with ``trust_remote_code``.
+    """
+    if verifier is not None:
+        _ = verifier.hidden_size, verifier.vocab_size, verifier.num_layers  # a verifier at all?
+    artefacts = identify(Path(path), verifier, deep, trust_remote_code)
+    brought = add(artefacts, Path(against), trust_remote_code) if against is not None else set()
+    entries = run(artefacts)
+    used = any(brought & set(CHECKS[e["id"]].needs) for e in entries if e["verdict"] != "skip")
+    if against is not None and not used:
+        raise Refused(f"--against {against}: nothing in it bears on {path} ({artefacts.kind})")
+    return artefacts, entries
 
 
 def cross(name: str, params: StageParams) -> list[dict[str, Any]]:

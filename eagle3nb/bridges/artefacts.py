@@ -15,6 +15,13 @@ from eagle3nb.errors import Refused
 from eagle3nb.files import json_object
 from eagle3nb.verifier import Verifier
 
+# One of them is in every draft's config, and none in a verifier's.
+DRAFT_FIELDS = {"transformer_layer_config", "eagle_config", "draft_vocab_size"}
+# What ``--against`` may bring.
+BROUGHT = (
+    "rows", "heldout", "layer_ids", "mapping", "counts", "draft", "other_draft", "declared", "checksums", "verifier",
+)  # fmt: skip
+
 
 class Mapping:
     """A vocabulary pair: ``t2d`` (bool by verifier token) and ``d2t`` (offset by draft token), as they are on disk."""
@@ -88,6 +95,7 @@ class Artefacts:
         self.store: StoreFiles | None = None
         self.mapping: Mapping | None = None
         self.draft: Draft | None = None
+        self.other_draft: Draft | None = None  # what a draft is compared with
         self.served: dict[str, Any] | None = None
         self.heldout: reading.TokenRows | None = None
         self._rows: reading.TokenRows | None = None
@@ -112,6 +120,24 @@ class Artefacts:
         return self._why.get(name, "")
 
     @property
+    def headers(self) -> StoreFiles | None:
+        """The store, where the headers of some samples can be read."""
+        if self.store is None or self.store.unusable:
+            self._why["headers"] = self.store.unusable if self.store else ""
+            return None
+        return self.store
+
+    @property
+    def states(self) -> StoreFiles | None:
+        """The store, where its states are of a dtype that can be computed with."""
+        if self.headers is None:
+            self._why["states"] = self.why_missing("headers")
+            return None
+        odd = sorted(set(self.store.scan.dtypes) - {"BF16", "F16", "F32", "F64"})
+        self._why["states"] = f"states are {', '.join(odd)}: see samples.dtype" if odd else ""
+        return None if odd else self.store
+
+    @property
     def deep(self) -> bool | None:
         return True if self._deep else None
 
@@ -126,7 +152,7 @@ class Artefacts:
     @property
     def rows(self) -> reading.TokenRows | None:
         """The token rows with their loss masks: the store's own, or the prepared ones."""
-        return self.store.rows if self.store else self._rows
+        return self.store.rows if self.store and self.store.rows is not None else self._rows
 
     @property
     def answered(self) -> reading.TokenRows | None:
@@ -200,13 +226,17 @@ class Artefacts:
 
 def counts_of(value: Any, where: Path) -> dict[int, int]:
     """Token counts out of a loaded ``.pt`` file: a dict ``{id: count}`` or a 1-D integer tensor of counts by id."""
-    if isinstance(value, torch.Tensor) and value.dim() == 1 and not value.is_floating_point():
+    whole = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    if isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype in whole:
         return {i: n for i, n in enumerate(value.tolist()) if n}
     if isinstance(value, dict):
         try:
-            return {int(token): int(n) for token, n in value.items() if int(n)}
-        except (TypeError, ValueError):
+            found = {int(token): int(n) for token, n in value.items() if int(n)}
+        except (TypeError, ValueError, OverflowError):
             raise Refused(f"{where}: wanted {{token id: count}}, found other keys or values") from None
+        if any(abs(n) >= 2**62 for pair in found.items() for n in pair):
+            raise Refused(f"{where}: wanted {{token id: count}}, found a number beyond 64 bits")
+        return found
     shape = f" {list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else ""
     raise Refused(f"{where}: wanted a dict of counts or a 1-D integer tensor, found {type(value).__name__}{shape}")
 
@@ -223,28 +253,45 @@ def count_responses(rows: reading.TokenRows, vocab_size: int, chosen: range | No
     return counts
 
 
-def of_run(run_dir: Path | str, verifier: Verifier | None = None, deep: bool = False) -> Artefacts:
-    """Everything a run directory holds so far."""
+def of_run(
+    run_dir: Path | str,
+    verifier: Verifier | None = None,
+    deep: bool = False,
+    trust_remote_code: bool | None = None,
+) -> Artefacts:
+    """Everything a run directory holds so far; ``trust_remote_code`` overrules what its files say."""
     run_dir = Path(run_dir)
     a = Artefacts(run_dir, "a run directory", deep=deep)
     a.run_dir = run_dir
     for name in stage.READS:
-        path = stage.folder(run_dir, name) / "result.json"
-        if path.is_file():
+        if path := reading.inside(run_dir, f"{stage.label(name)}/result.json"):
             a.of_run[name] = json_object(path)
-    a.verifier = verifier or (stage.verifier(run_dir) if "preflight" in a.of_run else None)
+    if verifier is None and "preflight" in a.of_run:
+        verifier = stage.verifier(run_dir, trust_remote_code=trust_remote_code)
+    a.verifier = verifier
     prepared, mapping = (stage.folder(run_dir, name) for name in ("prepare_data", "build_vocab_mapping"))
     if "prepare_data" in a.of_run:
-        a._rows, a.heldout = reading.TokenRows(prepared / "rows"), reading.TokenRows(prepared / "heldout")
+        a._rows, a.heldout = (reading.TokenRows(_part(run_dir, prepared / name)) for name in ("rows", "heldout"))
     store = stage.folder(run_dir, "extract_hidden_states") / "store"
     if "extract_hidden_states" in a.of_run:
-        a.store = StoreFiles(store)
+        a.store = StoreFiles(_part(run_dir, store))
     if "build_vocab_mapping" in a.of_run:
-        a.mapping, a._counts = mapping_in(mapping), mapping / "token_freq.pt"
+        a.mapping, a._counts = mapping_in(_part(run_dir, mapping)), reading.inside(mapping, "token_freq.pt")
     if "train" in a.of_run:
-        a.draft = draft_in(stage.folder(run_dir, "train") / str(a.of_run["train"].get("best_checkpoint")))
+        best = str(a.of_run["train"].get("best_checkpoint"))
+        a.draft = draft_in(_part(run_dir, stage.folder(run_dir, "train") / best))
     a.served = a.of_run.get("evaluate")
+    wanted = ("acceptance_length", "acceptance_by_position", "identical_outputs", "prompts")
+    if a.served and (lost := [name for name in wanted if name not in a.served]):
+        raise Refused(f"{stage.folder(run_dir, 'evaluate')}/result.json: no {', '.join(lost)} in it; evaluate again")
     return a
+
+
+def _part(run_dir: Path, folder: Path) -> Path:
+    """A folder of a run; `Refused` where a link or a name leads out of it."""
+    if reading.leads_away(folder, run_dir):
+        raise Refused(f"{folder}: leads out of the run directory; it was not followed")
+    return folder
 
 
 def of_parts(
@@ -263,12 +310,14 @@ def of_parts(
     return a
 
 
-def identify(path: Path, verifier: Verifier | None = None, deep: bool = False) -> Artefacts:
+def identify(
+    path: Path, verifier: Verifier | None = None, deep: bool = False, trust_remote_code: bool | None = None
+) -> Artefacts:
     """Find out what ``path`` is and open it; `Refused` where it is nothing that is known here."""
     if not (path.is_file() or path.is_dir()):
         raise Refused(f"{path}: no such file or directory" if not path.exists() else f"{path}: no ordinary file")
     if path.is_dir():
-        return _identify_folder(path, verifier, deep)
+        return _identify_folder(path, verifier, deep, trust_remote_code)
     a = Artefacts(path, "", verifier, deep)
     if path.suffix == ".safetensors":
         header = reading.safetensors_header(path)
@@ -284,10 +333,8 @@ def identify(path: Path, verifier: Verifier | None = None, deep: bool = False) -
     if path.suffix == ".json":
         config = json_object(path)
         a.kind, a.draft = "a draft config", Draft(config, None, str(path))
-        if not ({"transformer_layer_config", "eagle_config", "draft_vocab_size"} & set(config)):
-            raise Refused(
-                f"{path}: no draft config (no transformer_layer_config, eagle_config or draft_vocab_size in it)"
-            )
+        if not DRAFT_FIELDS & set(config):
+            raise Refused(f"{path}: no draft config (no {', '.join(sorted(DRAFT_FIELDS))} in it)")
         return a
     if path.suffix in (".npy", ".pt"):
         return _identify_tensor(path, a)
@@ -296,11 +343,11 @@ def identify(path: Path, verifier: Verifier | None = None, deep: bool = False) -
     )
 
 
-def _identify_folder(path: Path, verifier: Verifier | None, deep: bool) -> Artefacts:
+def _identify_folder(path: Path, verifier: Verifier | None, deep: bool, trust_remote_code: bool | None) -> Artefacts:
     a = Artefacts(path, "", verifier, deep)
     found = []
     if (path / "run.json").is_file() or (path / stage.label("preflight")).is_dir():
-        return of_run(path, verifier, deep)
+        return of_run(path, verifier, deep, trust_remote_code)
     if (path / "store.json").is_file() or (path / "hidden_states").is_dir():
         found.append("a sample store")
         if not (path / "hidden_states").is_dir():
@@ -309,10 +356,8 @@ def _identify_folder(path: Path, verifier: Verifier | None, deep: bool) -> Artef
     if any((path / f"{name}{suffix}").is_file() for name in ("t2d", "d2t") for suffix in (".npy", ".pt")):
         found.append("a vocabulary pair")
         a.mapping = mapping_in(path)
-        counts = path / "token_freq.pt"
-        a._counts = counts if counts.is_file() else None
-        result = path / "result.json"
-        if result.is_file():
+        a._counts = reading.inside(path, "token_freq.pt")
+        if result := reading.inside(path, "result.json"):
             a.of_run["build_vocab_mapping"] = json_object(result)
     if (path / "config.json").is_file():
         found.append("a draft checkpoint")
@@ -362,20 +407,30 @@ def _pair(t2d: Any, d2t: Any, where: Path) -> Mapping:
 def draft_in(folder: Path, weights: Path | None = None) -> Draft:
     """The draft checkpoint of a folder: its config and, where it is there, its safetensors file."""
     config = json_object(reading.inside(folder, "config.json") or folder / "config.json")
-    draft = Draft(config, weights or reading.inside(folder, "model.safetensors"), str(folder))
-    if draft.weights is None and not ({"transformer_layer_config", "eagle_config", "draft_vocab_size"} & set(config)):
-        raise Refused(f"{folder}: no draft checkpoint (no model.safetensors, and its config.json is no draft's)")
+    weights = weights or reading.inside(folder, "model.safetensors")
+    if weights is None:
+        there = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
+        what = f"found {', '.join(there[:3])}" if there else "found no weights (its config alone: name config.json)"
+        raise Refused(f"{folder}: wanted a draft checkpoint with model.safetensors, {what}")
+    draft = Draft(config, weights, str(folder))
+    if not DRAFT_FIELDS & set(config) and not any(name.startswith("fc.") for name in draft.header):
+        raise Refused(f"{folder}: no draft checkpoint (no fc among its tensors, and its config.json is no draft's)")
     return draft
 
 
-def add(a: Artefacts, other: Path) -> None:
-    """Take what ``--against`` names as what the artefact is compared with."""
-    if other.is_file() and other.suffix == ".json":
-        b = Artefacts(other, "a draft config")
-        b.draft = Draft(json_object(other), None, str(other))
-    else:
-        b = identify(other)
+def add(a: Artefacts, other: Path, trust_remote_code: bool | None = None) -> set[str]:
+    """Take what ``--against`` names as what the artefact is compared with; the names of what that brings."""
     _ = a.subjects  # from here on nothing becomes a subject
+    before = {name for name in BROUGHT if a.has(name)}
+    b = identify(other, a.verifier, trust_remote_code=trust_remote_code)
+    if b.store and b.store.only:
+        raise Refused(f"{other}: one sample file is nothing to compare with; give its store")
+    if a.store and a.store.only and b.store:
+        a.store.home = b.store
+    if a.draft is None:
+        a.draft = b.draft
+    else:
+        a.other_draft = b.draft
     a.verifier = a.verifier or b.verifier
     if a._layer_ids is None:
         ids = b.layer_ids
@@ -383,8 +438,16 @@ def add(a: Artefacts, other: Path) -> None:
             ids = [*b.draft.layer_ids, a.verifier.num_layers]
         a._layer_ids = ids
     if a.mapping is None:
-        a.mapping = b.mapping
+        a.mapping = b.mapping or (_mapping_of(b.draft) if b.draft else None)
     a._counts = a._counts or b._counts
     a._rows = a._rows or b.rows
     a.heldout = a.heldout or b.heldout
     a.of_run = b.of_run | a.of_run
+    return {name for name in BROUGHT if a.has(name)} - before
+
+
+def _mapping_of(draft: Draft) -> Mapping | None:
+    """The mapping that a checkpoint carries itself."""
+    names = draft.header if draft.weights else {}
+    t2d, d2t = (draft.tensor(name) if name in names else None for name in ("t2d", "d2t"))
+    return Mapping(t2d, d2t, draft.where) if d2t is not None else None

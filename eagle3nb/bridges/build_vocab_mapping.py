@@ -46,12 +46,12 @@ def form(a: Artefacts) -> Finding:
     "d2t holds offsets, not ids",
     bridge=BRIDGE,
     needs=("mapping",),
-    why="verl-project/verl-SpeCo#67: d2t held absolute ids where servers read offsets: draft id i meant "
-    "verifier id 2i.",
+    why="sgl-project/SpecForge#272: it had to be asked why d2t does not hold ids; whoever writes ids there drafts "
+    "other tokens.",
     remedy="write d2t[i] = id - i: the verifier token of draft token i is i + d2t[i]",
 )
 def offsets(a: Artefacts) -> Finding:
-    """Whether d2t read as ids fits t2d, or is strictly rising like ids (offsets of sorted ids may stand still)."""
+    """Whether d2t read as ids fits t2d, or rises at every step like ids (offsets of sorted ids may stand still)."""
     t2d, d2t = a.mapping.t2d, a.mapping.d2t
     expected = "i + d2t[i] are the verifier tokens, in rising order"
     if d2t is None or d2t.numel() < 2 or d2t.is_floating_point():
@@ -62,7 +62,7 @@ def offsets(a: Artefacts) -> Finding:
     if chosen is not None and len(chosen) == len(d2t) and torch.equal(ids + d2t, chosen):
         return Finding("pass", f"offsets from {int(d2t.min())} to {int(d2t.max())}", expected)
     if torch.equal(d2t, ids):
-        return Finding("fail", "d2t is 0, 1, 2, ...: read as offsets, draft token i means verifier token 2i", expected)
+        return Finding("skip", "d2t is 0, 1, 2, ...: see vocab.arange", expected)
     if chosen is not None and len(chosen) == len(d2t) and torch.equal(d2t, chosen):
         return Finding("fail", "d2t holds the ids that t2d selects, not their offsets", expected)
     if bool((d2t[1:] > d2t[:-1]).all()) and int(d2t[0]) >= 0:
@@ -72,6 +72,25 @@ def offsets(a: Artefacts) -> Finding:
             expected,
         )
     return Finding("pass", f"offsets from {int(d2t.min())} to {int(d2t.max())}", expected)
+
+
+@check(
+    "vocab.arange",
+    "d2t is not 0, 1, 2, ...",
+    bridge=BRIDGE,
+    needs=("mapping",),
+    why="verl-project/verl-SpeCo#67: d2t was 0, 1, 2, ... by default, where servers read offsets: draft id i meant "
+    "verifier id 2i.",
+    remedy="write d2t[i] = id - i; the identity is d2t = 0, 0, 0, ...",
+)
+def arange(a: Artefacts) -> Finding:
+    """Whether d2t[i] = i: meant as the identity, and read as twice that."""
+    d2t = a.mapping.d2t
+    if d2t is None or d2t.numel() < 2 or d2t.is_floating_point():
+        return Finding("skip", "no d2t to look at", "offsets")
+    if torch.equal(d2t.flatten().long(), torch.arange(d2t.numel())):
+        return Finding("fail", "d2t is 0, 1, 2, ...: read as offsets, draft token i means verifier token 2i", "offsets")
+    return Finding("pass", "no", "offsets")
 
 
 @check(
@@ -96,7 +115,7 @@ def pair(a: Artefacts) -> Finding:
     if torch.equal(chosen, d2t.flatten().long()):
         return Finding("pass", "the same tokens, but d2t holds them as ids: see vocab.offsets", expected)
     if torch.equal(d2t.flatten().long(), torch.arange(len(d2t))):
-        return Finding("skip", "d2t is no mapping: see vocab.offsets", expected)
+        return Finding("skip", "d2t is no mapping: see vocab.arange", expected)
     both = len(set(chosen.tolist()) & set(targets.tolist()))
     return Finding("fail", f"{both:,} of {len(chosen):,} tokens are in both: two different builds", expected)
 
@@ -126,7 +145,7 @@ def in_range(a: Artefacts) -> Finding:
 
 
 def _ids_not_offsets(a: Artefacts) -> bool:
-    return offsets(a).verdict == "fail"
+    return "fail" in (offsets(a).verdict, arange(a).verdict)
 
 
 @check(
@@ -230,9 +249,9 @@ def coverage(a: Artefacts) -> Finding:
 
 @check(
     "vocab.source",
-    "The mapping was built from this store",
+    "The tokens were counted in this store",
     bridge=BRIDGE,
-    needs=("mapping", "counts", "rows", "verifier"),
+    needs=("counts", "rows", "verifier"),
     why="vllm-project/speculators#1081: mappings left in the data folder were picked up by later runs of other data.",
     remedy="run build_vocab_mapping again; counts from elsewhere belong in build_vocab_mapping.counts",
 )

@@ -8,11 +8,16 @@ from eagle3nb.bridges.registry import Finding, check
 from eagle3nb.samples import CONVENTION, FORMAT
 
 BRIDGE = "extract_hidden_states"
-ON_POLICY = 0.9  # share of response tokens that are the verifier's own first choice; its own answers: 0.974 and more
+# Share of response tokens that are the verifier's own first choice. Its own greedy answers: SmolLM2 0.974 to 0.997,
+# tiny Llama 1.000; random tokens 0.00.
+ON_POLICY = 0.9
 # Relative distance to the reference forward (float32, transformers). Measured on the right layer: SmolLM2 0.002
 # (float32 engine) to 0.016 (bfloat16), tiny Llama 0.002; neighbours 0.02 (middle layers, SmolLM2) to 0.9.
 SAME, NOTHING_LIKE_IT = 0.05, 0.6
-CONSTANT = 1e-6  # spread of a layer's values over positions, relative to their size
+NEARLY = 1.5  # a layer this much farther than the nearest may still be meant; healthy: SmolLM2 19 times, tiny Llama 100
+# Spread of a layer's values over the positions, by their size. Healthy, smallest: SmolLM2 0.92, tiny Llama 0.76; a
+# constant layer: 0.
+CONSTANT = 1e-6
 
 
 @check(
@@ -31,8 +36,8 @@ def declared(a: Artefacts) -> Finding:
     wrong = [f"{key} = {info.get(key)!r}" for key, value in wanted.items() if info.get(key) != value]
     if info.get("count") is None:
         wrong.append("count is empty: the extraction was not finished")
-    elif info["count"] != a.store.count:
-        wrong.append(f"count = {info['count']}, but there are {a.store.count:,} rows")
+    elif info["count"] != a.store.home.count:
+        wrong.append(f"count = {info['count']}, but there are {a.store.home.count:,} rows")
     if a.layer_ids is None:
         wrong.append(f"layer_ids = {info.get('layer_ids')!r}")
     return Finding("fail" if wrong else "pass", "; ".join(wrong) or f"layers {a.layer_ids}", f"{FORMAT}; {CONVENTION}")
@@ -76,7 +81,7 @@ def readable(a: Artefacts) -> Finding:
     "samples.complete",
     "Every row has its sample, every sample its row",
     bridge=BRIDGE,
-    needs=("store", "rows"),
+    needs=("store", "headers", "rows"),
     why="vllm-project/speculators#279: samples were told apart by offset, not by request, and pairs got out of step.",
     remedy="run extract_hidden_states again: it makes what is missing",
 )
@@ -92,7 +97,7 @@ def complete(a: Artefacts) -> Finding:
     "samples.columns",
     "One column per auxiliary layer, and one for the last state",
     bridge=BRIDGE,
-    needs=("store", "layer_ids"),
+    needs=("store", "headers", "layer_ids"),
     why="vllm-project/speculators#313: what stood in the last place was not the state the trainer takes for "
     "its targets.",
     remedy="capture the auxiliary layers and, last, the state before the final norm",
@@ -118,7 +123,7 @@ def columns(a: Artefacts) -> Finding:
     "samples.hidden_size",
     "States are as wide as the verifier",
     bridge=BRIDGE,
-    needs=("store", "verifier"),
+    needs=("store", "headers", "verifier"),
     why="verl-project/verl-SpeCo#66: sizes were cut to fit, and neither loss nor accuracy showed it.",
     remedy="give the verifier the store was made with",
 )
@@ -133,7 +138,7 @@ def hidden_size(a: Artefacts) -> Finding:
     "samples.dtype",
     "States are bfloat16 (or float32)",
     bridge=BRIDGE,
-    needs=("store",),
+    needs=("store", "headers"),
     why="QwenLM/Qwen3#826: in float16 a bfloat16 model's activations overflowed after its first layer.",
     remedy="store bfloat16: float16 ends at 65504, and the largest activations of such models lie beyond",
 )
@@ -148,7 +153,7 @@ def dtype(a: Artefacts) -> Finding:
     "samples.length",
     "As many states as tokens",
     bridge=BRIDGE,
-    needs=("store",),
+    needs=("store", "headers"),
     why="vllm-project/vllm#44485: with prefix caching, states covered only the tokens computed in that pass.",
     remedy="extract with prefix caching off",
 )
@@ -164,7 +169,7 @@ def length(a: Artefacts) -> Finding:
     "samples.token_ids",
     "Each sample's token ids are its row's",
     bridge=BRIDGE,
-    needs=("store", "rows"),
+    needs=("store", "headers", "rows"),
     why="vllm-project/speculators#279: samples got the states of other requests.",
     remedy="extract those samples anew: they belong to other rows",
 )
@@ -179,15 +184,15 @@ def token_ids(a: Artefacts) -> Finding:
     "samples.vocabulary",
     "All token ids can come from the verifier's tokenizer",
     bridge=BRIDGE,
-    needs=("store", "rows", "verifier"),
+    needs=("store", "headers", "verifier"),
     why="InternRobotics/PointLLM#46: ids beyond the embedding's rows ended in a device-side assert.",
     remedy="tokenise with the verifier's own tokenizer",
 )
 def vocabulary(a: Artefacts) -> Finding:
-    """Lowest and highest token id of the rows against the tokenizer; rows of the embedding beyond it are padding."""
+    """Lowest and highest token id against the tokenizer; rows of the embedding beyond it are padding."""
     tokens, rows = len(a.verifier.tokenizer), a.verifier.vocab_size
-    low = high = 0
-    for ids, _ in a.rows:
+    low, high = a.store.scan.low, a.store.scan.high
+    for ids, _ in a.store.rows or ():
         if len(ids):
             low, high = min(low, int(ids.min())), max(high, int(ids.max()))
     expected = f"0 to {tokens - 1}"
@@ -204,14 +209,14 @@ def vocabulary(a: Artefacts) -> Finding:
     "samples.finite",
     "No NaN, no Inf",
     bridge=BRIDGE,
-    needs=("store",),
+    needs=("store", "states"),
     why="vllm-project/speculators#615: NaN states came out of the connector, and training went on.",
     remedy="extract those samples anew, in bfloat16 or float32",
 )
 def finite(a: Artefacts) -> Finding:
     """Values that are not finite: in some samples, or with --deep in all."""
     if a.deep:
-        cases, where = a.store.every_byte[1], f"all {a.store.scan.files:,} samples"
+        cases, where = a.store.every_byte.broken, f"all {a.store.every_byte.files:,} samples that can be read"
     else:
         from eagle3nb.bridges.store import Cases
 
@@ -219,7 +224,9 @@ def finite(a: Artefacts) -> Finding:
         for i in some:
             if bad := int((~a.store.sample(i)[0].isfinite()).sum()):
                 cases.add(f"hs_{i}: {bad:,} values")
-        where = f"{len(some)} of {a.store.count:,} samples"
+        where = f"{len(some)} of {a.store.scan.files:,} samples"
+        if not some:
+            return Finding("skip", "no sample that fits its row can be read", "none")
     observed = f"{cases.count:,} samples with NaN or Inf: {cases}" if cases.count else f"none in {where}"
     return Finding("fail" if cases.count else "pass", observed, "none")
 
@@ -228,7 +235,7 @@ def finite(a: Artefacts) -> Finding:
     "samples.constant",
     "No layer is zero or constant",
     bridge=BRIDGE,
-    needs=("store",),
+    needs=("store", "states"),
     why="vllm-project/vllm#46301: unwritten cache slots were read, the states were zeros, and acceptance was about 0%.",
     remedy="extract anew; look at how the engine hands its states over",
 )
@@ -238,12 +245,16 @@ def constant(a: Artefacts) -> Finding:
     for i in some:
         states = a.store.sample(i)[0].float()
         for c in range(states.shape[1]):
-            layer = states[:, c].nan_to_num()
-            top = float(layer.abs().max()) if layer.numel() else 0.0
+            layer = states[:, c]
+            if not layer.numel() or not bool(layer.isfinite().all()):
+                continue  # no token, or samples.finite says so
+            top = float(layer.abs().max())
             if top == 0:
                 wrong.setdefault(f"column {c} is all zero", i)
             elif len(layer) > 1 and float((layer - layer[:1]).abs().max()) <= CONSTANT * top:
                 wrong.setdefault(f"column {c} is the same at every position", i)
+    if not some:
+        return Finding("skip", "no sample that fits its row can be read", "none")
     text = "; ".join(f"{why} (hs_{i})" for why, i in wrong.items())
     return Finding("fail" if wrong else "pass", text or f"none in {len(some)} samples", "none")
 
@@ -252,15 +263,17 @@ def constant(a: Artefacts) -> Finding:
     "samples.checksum",
     "Bytes are those that were written",
     bridge=BRIDGE,
-    needs=("store", "checksums", "deep"),
+    needs=("store", "headers", "checksums", "deep"),
     why="osaurus-ai/vmlx-swift#217: shards shorter than they should be loaded without an error, as zeros or leftovers.",
     remedy="copy or extract those samples anew",
 )
 def checksum(a: Artefacts) -> Finding:
     """SHA-256 of every sample file against samples.jsonl."""
-    cases = a.store.every_byte[0]
-    observed = f"{cases.count:,} files changed: {cases}" if cases.count else f"all {a.store.scan.files:,} files"
-    return Finding("fail" if cases.count else "pass", observed, "equal to samples.jsonl")
+    found = a.store.every_byte
+    parts = [f"{found.changed.count:,} files changed: {found.changed}"] if found.changed.count else []
+    parts += [f"{found.unlisted.count:,} files are not listed: {found.unlisted}"] if found.unlisted.count else []
+    observed = "; ".join(parts) or f"all {found.files:,} files that can be read"
+    return Finding("fail" if parts else "pass", observed, "equal to samples.jsonl")
 
 
 # ---- meaning -------------------------------------------------------------------------------------------------
@@ -270,7 +283,7 @@ def checksum(a: Artefacts) -> Finding:
     "samples.target_agreement",
     "The last states predict the next tokens",
     bridge=BRIDGE,
-    needs=("store", "verifier"),
+    needs=("store", "states", "verifier"),
     why="vllm-project/speculators#313: targets went to lm_head without the final norm; with it acceptance "
     "rose from 25% to 40%.",
     remedy="extract anew; see samples.last_state, samples.shift and samples.layers for what is wrong",
@@ -304,7 +317,7 @@ def _greedy(a: Artefacts) -> bool:
     "samples.last_state",
     "The last column is the final state before the final norm",
     bridge=BRIDGE,
-    needs=("store", "verifier"),
+    needs=("store", "states", "verifier"),
     why="vllm-project/speculators#313: states from one library were after the final norm, those from another "
     "before it.",
     remedy="capture the input of the final norm; the trainer applies the norm itself",
@@ -334,7 +347,7 @@ def last_state(a: Artefacts) -> Finding:
     "samples.layers",
     "Each column is the layer it is declared to be",
     bridge=BRIDGE,
-    needs=("store", "verifier", "layer_ids", "reference"),
+    needs=("store", "states", "verifier", "layer_ids", "reference"),
     why="sgl-project/sglang#25454: the auxiliary layers were captured one off, at a cost of about 0.10 in "
     "acceptance length.",
     remedy="capture the input of layer k for id k; ids of tools that count outputs are one less for the same state",
@@ -357,7 +370,7 @@ def layers(a: Artefacts) -> Finding:
             return Finding(
                 "skip", f"column {c} is near no layer ({distance:.2f}): see samples.other_sample", str(a.layer_ids)
             )
-        if candidate != declared_id and not (there <= SAME and there < 1.5 * distance):
+        if candidate != declared_id and not (there <= SAME and there < NEARLY * distance):
             off = candidate - declared_id
             far = "one layer" if abs(off) == 1 else f"{abs(off)} layers"
             how = f"captured {far} too {'late' if off > 0 else 'early'}"
@@ -374,7 +387,7 @@ def layers(a: Artefacts) -> Finding:
     "samples.shift",
     "State p belongs to token p",
     bridge=BRIDGE,
-    needs=("store", "verifier"),
+    needs=("store", "states", "verifier"),
     why="verl-project/verl-SpeCo#18: states and tokens were paired one position off.",
     remedy="store the state at the position of the token that went in, without a shift: the trainer shifts itself",
 )
@@ -401,7 +414,7 @@ def shift(a: Artefacts) -> Finding:
     "samples.other_sample",
     "States are those of the sample's own tokens",
     bridge=BRIDGE,
-    needs=("store", "verifier"),
+    needs=("store", "states", "verifier"),
     why="vllm-project/speculators#279: with batches, states were cut out by offset and went to other samples.",
     remedy="extract those samples anew",
 )
@@ -425,7 +438,7 @@ def other_sample(a: Artefacts) -> Finding:
     "samples.growth",
     "The residual stream grows with depth",
     bridge=BRIDGE,
-    needs=("store", "layer_ids"),
+    needs=("store", "states", "layer_ids"),
     why="vllm-project/speculators#313: a normed last state is smaller than the layers before it, which needs "
     "no verifier to see.",
     remedy="look at samples.last_state and samples.layers; columns may stand in the wrong order",
@@ -449,7 +462,7 @@ def growth(a: Artefacts) -> Finding:
     "data.on_policy",
     "The answers are what the verifier would write",
     bridge=BRIDGE,
-    needs=("store", "verifier", "rows"),
+    needs=("store", "states", "verifier", "rows"),
     why="sgl-project/SpecForge#192: answers regenerated by the verifier gave longer acceptance than the ones "
     "in the data.",
     remedy="set prepare_data.responses to generate: a draft learns to foresee its verifier, not somebody else's "
@@ -457,10 +470,11 @@ def growth(a: Artefacts) -> Finding:
 )
 def on_policy(a: Artefacts) -> Finding:
     """Share of response tokens that are the verifier's own first choice, by its stored last states."""
-    if _greedy(a):
-        return Finding("pass", "the verifier wrote them itself, greedily (store.json)", f"{ON_POLICY} and more")
     found = a.agreement
     share = found.restored if found.cause else found.share
+    if _greedy(a):
+        told = f"the verifier wrote them itself, greedily (store.json); {share:.3f} of {found.positions} tokens"
+        return Finding("pass", told, f"{ON_POLICY} and more")
     if not found.positions:
         return Finding("skip", "no response tokens in the samples looked at", f"{ON_POLICY} and more")
     observed = f"{share:.3f} of {found.positions} response tokens"

@@ -10,8 +10,8 @@ from eagle3nb.bridges.registry import Finding, check
 from eagle3nb.bridges.store import Cases
 
 MASK = ("prepare_data", "extract_hidden_states")
-# Share of the responses without an end of turn. SmolLM2 at 128 new tokens: 0.55 to 0.62 of its own answers; the tiny
-# taught model at 24: 0.9 and more. A generated answer may well be cut, so only given ones are judged.
+# Share of the responses without an end of turn. Generated answers may well be cut (SmolLM2 at 128 new tokens 0.55 to
+# 0.62, tiny Llama at 24: 0.9 and more), so only given ones are judged: a third was reported as broken (data.truncated).
 CUT_WARN, CUT_FAIL = 0.25, 0.75
 
 
@@ -157,12 +157,45 @@ def all_zeros(a: Artefacts) -> Finding:
     "The mask begins right after what opens the assistant's turn",
     bridge=MASK,
     needs=("answered", "verifier"),
-    why="sgl-project/SpecForge#885: inputs were shifted by one and the mask was not, so the first response "
-    "token had no loss.",
+    why="huggingface/trl#1184: a template's mark was tokenised differently at the start of a conversation, and masks "
+    "began in the wrong place.",
     remedy="build the mask anew from the chat template, as prepare_data does",
 )
 def start(a: Artefacts) -> Finding:
     """The tokens before each place where the mask turns from 0 to 1, against the template's generation prompt."""
+    return _begins(a, "after its first tokens")
+
+
+@check(
+    "mask.shift",
+    "The mask is not shifted by a token",
+    bridge=MASK,
+    needs=("answered", "verifier"),
+    why="sgl-project/SpecForge#885: inputs were shifted by one and the mask was not, so the first response "
+    "token had no loss.",
+    remedy="store mask and tokens position by position, without a shift: the trainer shifts both itself",
+)
+def mask_shift(a: Artefacts) -> Finding:
+    """Masks that begin one token before or after the place right behind the generation prompt."""
+    return _begins(a, "one token early", "one token late")
+
+
+@check(
+    "mask.user_turn",
+    "The user's words carry no loss",
+    bridge=MASK,
+    needs=("answered", "verifier"),
+    why="huggingface/transformers#47326: a span's end was taken for none, and later turns of the user were marked as "
+    "the assistant's.",
+    remedy="build the mask anew from the chat template: only what the assistant wrote carries loss",
+)
+def user_turn(a: Artefacts) -> Finding:
+    """Masks that begin before the assistant's turn, in the user's."""
+    return _begins(a, "before the assistant's turn, in the user's")
+
+
+def _begins(a: Artefacts, *faults: str) -> Finding:
+    """Where masks begin, against the places right after the generation prompt; only ``faults`` are looked for."""
     opener = np.array(a.template.generation_prompt())
     wrong: dict[str, Cases] = {}
     places = 0
@@ -180,7 +213,8 @@ def start(a: Artefacts) -> Finding:
                 "one token early" if early else "one token late" if late
                 else "before the assistant's turn, in the user's" if later else "after its first tokens"
             )  # fmt: skip
-            wrong.setdefault(text, Cases()).add(f"row {i} at token {p}")
+            if text in faults:
+                wrong.setdefault(text, Cases()).add(f"row {i} at token {p}")
     expected = f"right after {a.verifier.tokenizer.decode(opener.tolist())!r}"
     if wrong:
         text = "; ".join(f"begins {why}: {cases.count:,} of {places:,} ({cases})" for why, cases in wrong.items())
@@ -207,7 +241,7 @@ def end(a: Artefacts) -> Finding:
         begins = _after(ids, opener)
         for first, last in _stretches(mask):
             if not {first - 1, first, first + 1} & begins:
-                continue  # it does not begin where it should: mask.start says so
+                continue  # it does not begin where it should: mask.start or mask.user_turn says so
             places += 1
             inside = np.isin(ids[first:last], ends)  # without the last token
             if inside.any():

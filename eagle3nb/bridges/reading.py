@@ -41,6 +41,8 @@ class Entry:
 def safetensors_header(path: Path | str) -> dict[str, Entry]:
     """Name -> `Entry` of a safetensors file; the header is checked against the file's length before it is believed."""
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise Refused(f"{path}: no ordinary file")
     try:
         with open(path, "rb") as handle:
             return header_of(path, handle.read, os.fstat(handle.fileno()).st_size)
@@ -147,21 +149,27 @@ def tensor_file(path: Path) -> Any:
 
 
 def inside(folder: Path, name: str) -> Path | None:
-    """``folder/name`` where it is a file there, None where it is not; `Refused` where it is a link that leads away.
+    """``folder/name`` where it is a file there, None where nothing is; `Refused` where a link leads away.
 
     A hub cache is the exception: its snapshots are links to the ``blobs`` beside them.
     """
     path = folder / name
     if leads_away(path, folder):
-        raise Refused(f"{path}: a link that leaves the directory (to {path.resolve()}); it was not followed")
+        raise Refused(f"{path}: a link that leaves the directory (to {os.path.realpath(path)}); it was not followed")
+    if path.exists() and not path.is_file():
+        raise Refused(f"{path}: wanted a file, found no ordinary one")
     return path if path.is_file() else None
 
 
 def leads_away(path: Path, folder: Path) -> bool:
-    """Whether a path below ``folder`` is a link out of it (but for a hub cache's links to its blobs)."""
-    if not path.is_symlink():
-        return False
-    root, target = folder.resolve(), path.resolve()
+    """Whether a path below ``folder`` comes out of it by a link, its own or of a directory on the way.
+
+    Links in circles do; those of a hub cache to its blobs do not.
+    """
+    try:
+        root, target = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError):
+        return True
     hub = root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
     return not (target.is_relative_to(root) or hub)
 

@@ -56,6 +56,9 @@ def measure(verifier: Verifier, store: StoreFiles) -> Reference:
     samples = store.some(SAMPLES)
     if not samples:
         raise Refused("no sample that can be read")
+    samples = [i for i in samples if store.tokens_are_known(i, verifier.vocab_size)]
+    if not samples:
+        raise Refused("token ids outside the vocabulary: see samples.vocabulary")
     with tempfile.TemporaryDirectory(prefix="eagle3nb-reference-") as folder:
         job = {
             "verifier_path": str(verifier.path),

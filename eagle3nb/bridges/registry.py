@@ -10,7 +10,8 @@ Adding a check is adding one function to a bridge's module::
         '''What it measures, in one sentence.'''
 
 ``needs`` names attributes of `Artefacts`, the subject first. Where the subject is not what is being checked, the check
-is left out; where something else is missing it is skipped, and says what would be needed.
+is left out; where something else is missing it is skipped, and says what would be needed. A check that compares two
+things (``between``) also applies where the other one is being checked and all that it needs is there.
 """
 
 import time
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from eagle3nb.errors import Refused
+from eagle3nb.errors import Refused, VerifierRefused
 
 BRIDGES = ("preflight", "prepare_data", "extract_hidden_states", "build_vocab_mapping", "train", "evaluate")
 WANTED = {
@@ -27,6 +28,9 @@ WANTED = {
     "layer_ids": "auxiliary layer ids (store.json, or --against a draft config or run)",
     "rows": "the token rows (the arrow dataset beside the hidden states)",
     "store": "the sample store (--against STORE)",
+    "headers": "sample files that can be read",
+    "states": "states that can be computed with",
+    "other_draft": "another draft config or checkpoint (--against)",
     "mapping": "the vocabulary mapping (--against a run or a draft checkpoint)",
     "mapping_result": "the record of the stage that built the mapping (a run directory)",
     "counts": "token counts (token_freq.pt)",
@@ -61,6 +65,7 @@ class Check:
     title: str
     bridges: tuple[str, ...]
     needs: tuple[str, ...]
+    between: tuple[str, ...]
     why: str
     remedy: str
     measures: str
@@ -71,7 +76,14 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(
-    id: str, title: str, *, bridge: str | tuple[str, ...], needs: Iterable[str], why: str, remedy: str
+    id: str,
+    title: str,
+    *,
+    bridge: str | tuple[str, ...],
+    needs: Iterable[str],
+    between: Iterable[str] = (),
+    why: str,
+    remedy: str,
 ) -> Callable[[Callable[[Any], Finding]], Callable[[Any], Finding]]:
     """Register a function as a check: see the module's docstring."""
 
@@ -80,7 +92,7 @@ def check(
         if id in CHECKS or not set(bridges) <= set(BRIDGES):
             raise ValueError(f"check {id} is registered twice or belongs to no bridge ({bridge})")
         measures = " ".join((function.__doc__ or "").split())
-        CHECKS[id] = Check(id, title, bridges, tuple(needs), why, remedy, measures, function)
+        CHECKS[id] = Check(id, title, bridges, tuple(needs), tuple(between), why, remedy, measures, function)
         return function
 
     return register
@@ -94,7 +106,7 @@ def run(artefacts: Any, bridges: Iterable[str] = BRIDGES, allow: Iterable[str] =
     entries = []
     for one in sorted(CHECKS.values(), key=lambda c: BRIDGES.index(c.bridges[-1])):
         here = [bridge for bridge in one.bridges if bridge in bridges]
-        if not here or one.needs[0] not in artefacts.subjects:
+        if not here or not _applies(one, artefacts):
             continue
         started = time.monotonic()
         finding = _measure(one, artefacts)
@@ -111,6 +123,12 @@ def run(artefacts: Any, bridges: Iterable[str] = BRIDGES, allow: Iterable[str] =
     return entries
 
 
+def _applies(one: Check, artefacts: Any) -> bool:
+    if one.needs[0] in artefacts.subjects:
+        return True
+    return bool(artefacts.subjects & set(one.between)) and all(artefacts.has(name) for name in one.needs)
+
+
 def _measure(one: Check, artefacts: Any) -> Finding:
     missing = [name for name in one.needs if not artefacts.has(name)]
     if missing:
@@ -118,6 +136,9 @@ def _measure(one: Check, artefacts: Any) -> Finding:
         return Finding("skip", why, one.title, "")
     try:
         return one.function(artefacts)
+    except VerifierRefused as error:
+        verdict = "fail" if "verifier" in artefacts.subjects else "skip"
+        return Finding(verdict, str(error), "a verifier that can be read", "give the whole checkpoint")
     except Refused as error:
         return Finding("fail", str(error), "something that can be read", "")
     except Exception as error:  # a stranger's file in a form nobody thought of: never a traceback, and never a pass

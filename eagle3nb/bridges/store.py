@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from eagle3nb.bridges import reading
@@ -49,34 +50,59 @@ class Scan:
     columns: Counter = field(default_factory=Counter)
     hidden_sizes: Counter = field(default_factory=Counter)
     unreadable: Cases = field(default_factory=Cases)  # damaged, cut short, links that lead away
+    low: int = 0  # lowest and highest token id
+    high: int = 0
     lengths: Cases = field(default_factory=Cases)  # states, token ids and row of different lengths
     token_ids: Cases = field(default_factory=Cases)  # token ids that are not the row's
     unmatched: Cases = field(default_factory=Cases)  # rows without a file, files without a row
 
 
+@dataclass
+class EveryByte:
+    """What reading every byte showed."""
+
+    files: int = 0
+    changed: Cases = field(default_factory=Cases)  # bytes that are not those of their checksum
+    unlisted: Cases = field(default_factory=Cases)  # samples without a checksum
+    broken: Cases = field(default_factory=Cases)  # samples with NaN or Inf
+
+
 class StoreFiles:
-    """The files of a sample store in ``folder``; one sample file alone is a store of that one."""
+    """The files of a sample store in ``folder``; one sample file alone (``only``) is a store of that one.
+
+    ``home`` is the store whose declaration, rows and checksums count: itself, and of a lone file the one it is said to
+    belong to, if any.
+    """
 
     def __init__(self, folder: Path, only: Path | None = None):
         self.folder, self.only = folder, only
         self.hidden_states = only.parent if only else folder / "hidden_states"
+        self.home: StoreFiles | None = None if only else self
 
-    @cached_property
+    @property
     def declared(self) -> dict[str, Any] | None:
         """``store.json``, None where there is none."""
-        path = None if self.only else reading.inside(self.folder, "store.json")
-        return json_object(path) if path else None
+        return self.home._declared if self.home else None
 
-    @cached_property
+    @property
     def rows(self) -> reading.TokenRows | None:
         """The arrow dataset beside the samples, None where there is none."""
-        path = None if self.only else reading.inside(self.folder, "state.json")
-        return reading.TokenRows(self.folder) if path else None
+        return self.home._rows if self.home else None
 
     @property
     def checksums(self) -> Path | None:
         """``samples.jsonl``, None where there is none."""
-        return None if self.only else reading.inside(self.folder, "samples.jsonl")
+        return reading.inside(self.home.folder, "samples.jsonl") if self.home else None
+
+    @cached_property
+    def _declared(self) -> dict[str, Any] | None:
+        path = reading.inside(self.folder, "store.json")
+        return json_object(path) if path else None
+
+    @cached_property
+    def _rows(self) -> reading.TokenRows | None:
+        path = reading.inside(self.folder, "state.json")
+        return reading.TokenRows(self.folder) if path else None
 
     def path(self, i: int) -> Path:
         return self.only or self.hidden_states / f"hs_{i}.safetensors"
@@ -84,18 +110,30 @@ class StoreFiles:
     def numbers(self) -> Iterator[int]:
         """Numbers of the samples on disk, in no order."""
         if self.only:
-            yield 0
+            yield _number(self.only.name) or 0
             return
-        with os.scandir(self.hidden_states) as entries:
-            for entry in entries:
-                number = entry.name.removeprefix("hs_").removesuffix(".safetensors")
-                if entry.name == f"hs_{number}.safetensors" and number.isdigit() and len(number) < 12:
-                    yield int(number)
+        if reading.leads_away(self.hidden_states, self.folder):
+            raise Refused(f"{self.hidden_states}: a link that leaves the directory; it was not followed")
+        try:
+            with os.scandir(self.hidden_states) as entries:
+                for entry in entries:
+                    if (number := _number(entry.name)) is not None:
+                        yield number
+        except OSError as error:
+            raise Refused(f"{self.hidden_states}: cannot be listed ({error.strerror})") from None
 
     @cached_property
     def count(self) -> int:
         """How many samples there should be: rows of the dataset, or files where there is none."""
-        return len(self.rows) if self.rows is not None else sum(1 for _ in self.numbers())
+        return len(self.rows) if self.rows is not None and not self.only else sum(1 for _ in self.numbers())
+
+    @cached_property
+    def unusable(self) -> str:
+        """Why nothing can be said of the samples at all; empty where something can."""
+        try:
+            return "" if self.scan.dtypes else "no sample can be read: see samples.readable"
+        except Refused as error:
+            return f"{error}: see samples.readable"
 
     # ---- all headers -----------------------------------------------------------------------------------------
 
@@ -103,7 +141,7 @@ class StoreFiles:
     def scan(self) -> Scan:
         """One pass over every header and the token ids; the hidden states are not read."""
         scan, rows = Scan(), self.rows
-        seen = np.zeros(self.count, bool)
+        seen = np.zeros(0 if self.only else self.count, bool)
         for i in self.numbers():
             scan.files += 1
             if rows is not None and i >= len(rows):
@@ -112,14 +150,17 @@ class StoreFiles:
             if i < len(seen):
                 seen[i] = True
             path = self.path(i)
-            if reading.leads_away(path, self.hidden_states):
+            if path.is_symlink() and reading.leads_away(path, self.hidden_states):
                 scan.unreadable.add(f"{path.name} is a link that leaves the directory; it was not followed")
+                continue
+            if not path.is_file():
+                scan.unreadable.add(f"{path.name} is no ordinary file")
                 continue
             try:
                 self._look_at(i, path, scan)
             except (Refused, OSError) as error:
                 scan.unreadable.add(str(error).replace(f"{path}: ", f"{path.name}: "))
-        if rows is not None:
+        if rows is not None and not self.only:
             for i in np.flatnonzero(~seen):
                 scan.unmatched.add(f"row {i} has no hs_{i}.safetensors")
         return scan
@@ -146,6 +187,8 @@ class StoreFiles:
             scan.unreadable.add(f"{path.name}: token_ids are {tokens.dtype}, wanted I64")
             return
         ids = np.frombuffer(data, kind)
+        if len(ids):
+            scan.low, scan.high = min(scan.low, int(ids.min())), max(scan.high, int(ids.max()))
         wanted = self.rows.ids(i) if self.rows is not None else ids
         if seq != len(ids) or seq != len(wanted):
             scan.lengths.add(f"{path.name}: {seq} states, {len(ids)} token ids, {len(wanted)} tokens in the row")
@@ -157,9 +200,9 @@ class StoreFiles:
 
     def some(self, count: int) -> list[int]:
         """Numbers of up to ``count`` samples that can be read, spread evenly over the store."""
-        total, found = self.count, []
-        unnumbered = self.rows is None and not self.only
-        candidates = sorted(islice(self.numbers(), 4 * count)) if unnumbered else range(total)
+        found: list[int] = []
+        numbered = self.rows is not None and not self.only
+        candidates = range(self.count) if numbered else sorted(islice(self.numbers(), 4 * count))
         step = max(1, len(candidates) // count)
         for k in range(0, len(candidates), step):
             # A damaged one is reported by other checks; its neighbour stands in for it here.
@@ -175,17 +218,26 @@ class StoreFiles:
             states, ids = header["hidden_states"].shape, header["token_ids"].shape
         except (Refused, KeyError):
             return False
-        good = len(states) == 3 and len(ids) == 1 and states[0] == ids[0] and not reading.leads_away(path, path.parent)
-        return good and (self.rows is None or len(self.rows.ids(i)) == ids[0])
+        good = len(states) == 3 and len(ids) == 1 and states[0] == ids[0]
+        good = good and not (path.is_symlink() and reading.leads_away(path, path.parent))
+        return good and (self.rows is None or (i < len(self.rows) and len(self.rows.ids(i)) == ids[0]))
 
     def sample(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden states [seq, layers, hidden], token ids [seq]) of one sample."""
         path = self.path(i)
+        size, room = path.stat().st_size, psutil.virtual_memory().available
+        if 3 * size > room:  # as read, and in float32
+            raise Refused(f"{path}: {size / 1e9:,.1f} GB in one sample, with {room / 1e9:,.1f} GB of memory free")
         states = reading.safetensors_tensor(path, "hidden_states")
         ids = reading.safetensors_tensor(path, "token_ids")
         if states.dim() != 3 or ids.dim() != 1 or not states.is_floating_point():
             raise Refused(f"{path}: wanted hidden_states [seq, layers, hidden] and token_ids [seq]")
         return states, ids.long()
+
+    def tokens_are_known(self, i: int, vocab_size: int) -> bool:
+        """Whether all token ids of a sample lie in a vocabulary."""
+        ids = reading.safetensors_tensor(self.path(i), "token_ids")
+        return bool(((ids >= 0) & (ids < vocab_size)).all())
 
     def mask(self, i: int) -> torch.Tensor:
         """Loss mask [seq] of a sample, as bool; the rows must be there."""
@@ -194,9 +246,9 @@ class StoreFiles:
     # ---- every byte ------------------------------------------------------------------------------------------
 
     @cached_property
-    def every_byte(self) -> tuple[Cases, Cases]:
-        """(samples whose bytes are not those of their checksum, samples with NaN or Inf); reads the whole store."""
-        changed, broken = Cases(), Cases()
+    def every_byte(self) -> EveryByte:
+        """Reads the whole store."""
+        found = EveryByte()
         with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
             items = self._with_checksums()
             while batch := list(islice(items, 256)):
@@ -204,23 +256,29 @@ class StoreFiles:
                     wanted = dict(batch)[i]
                     if digest is None:
                         continue  # counted by the scan of headers
-                    if wanted is not None and wanted != digest:
-                        changed.add(f"hs_{i}.safetensors")
+                    found.files += 1
+                    if wanted is None:
+                        found.unlisted.add(f"hs_{i}.safetensors")
+                    elif wanted != digest:
+                        found.changed.add(f"hs_{i}.safetensors")
                     if bad:
-                        broken.add(f"hs_{i}: {bad:,} values")
-        return changed, broken
+                        found.broken.add(f"hs_{i}: {bad:,} values")
+        return found
 
     def _with_checksums(self) -> Iterator[tuple[int, str | None]]:
-        if self.checksums is None:
-            yield from ((i, None) for i in self.numbers())
-            return
-        with open(self.checksums, encoding="utf-8", errors="replace") as handle:
-            for line in handle:
-                try:
-                    row = json.loads(line)
-                    yield int(row["i"]), str(row["sha256"])
-                except (ValueError, KeyError, TypeError, RecursionError):
-                    raise Refused(f"{self.checksums}: a line is no record of a sample: {line[:80]!r}") from None
+        """(number, checksum or None) of every sample on disk; a sample that is listed twice counts as listed last."""
+        wanted: dict[int, str] = {}
+        if self.checksums is not None:
+            try:
+                with open(self.checksums, encoding="utf-8", errors="replace") as handle:
+                    for line in handle:
+                        row = json.loads(line)
+                        wanted[int(row["i"])] = str(row["sha256"])
+            except OSError as error:
+                raise Refused(f"{self.checksums}: cannot be read ({error.strerror})") from None
+            except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+                raise Refused(f"{self.checksums}: a line is no record of a sample: {line[:80]!r}") from None
+        yield from ((i, wanted.get(i)) for i in self.numbers())
 
     def _read_whole(self, item: tuple[int, str | None]) -> tuple[str | None, int]:
         """(SHA-256, count of NaN and Inf) of a sample file in one pass."""
@@ -250,3 +308,10 @@ def _count_not_finite(values: np.ndarray, bits: int) -> int:
     """Values whose exponent bits are all set; the count is only made where the largest one has them."""
     magnitude = values & values.dtype.type(np.iinfo(values.dtype).max >> 1)
     return int((magnitude >= bits).sum()) if magnitude.size and magnitude.max() >= bits else 0
+
+
+def _number(name: str) -> int | None:
+    """3 of ``hs_3.safetensors``; None of any other name."""
+    number = name.removeprefix("hs_").removesuffix(".safetensors")
+    good = name == f"hs_{number}.safetensors" and number.isdecimal() and len(number) < 12
+    return int(number) if good else None
