@@ -7,6 +7,7 @@ again goes on from there. Papermill's own metadata is not trusted (a killed kern
 import contextlib
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import threading
@@ -249,7 +250,10 @@ def _execute(source: Path, target: Path, parameters: dict[str, Any]) -> None:
     logging.getLogger("papermill").setLevel(logging.ERROR)
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     # Sockets in the file system: nobody else on the machine can read or drive the kernel.
-    with tempfile.TemporaryDirectory(prefix="eagle3nb-", ignore_cleanup_errors=True) as sockets:
+    with (
+        tempfile.TemporaryDirectory(prefix="eagle3nb-", ignore_cleanup_errors=True) as sockets,
+        _interrupts_for_the_kernel(),
+    ):
         config = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
         try:
             papermill.execute_notebook(
@@ -263,6 +267,35 @@ def _execute(source: Path, target: Path, parameters: dict[str, Any]) -> None:
             raise StageFailed(prefix + " ".join(str(error.evalue).split())) from error
         except nbclient.exceptions.DeadKernelError as error:
             raise StageFailed("the notebook's kernel died (out of memory, or killed)") from error
+
+
+@contextlib.contextmanager
+def _interrupts_for_the_kernel() -> Any:
+    """The first Ctrl-C goes to the notebook's kernel, whose cell then ends in order; a second one stops at once.
+
+    A kernel is a session of its own, which the terminal does not reach.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def forward(*_: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        kernels = []
+        with contextlib.suppress(psutil.Error):
+            kernels = [p.pid for p in psutil.Process().children() if "ipykernel_launcher" in p.cmdline()]
+        if not kernels:
+            raise KeyboardInterrupt
+        for pid in kernels:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGINT)
+
+    signal.signal(signal.SIGINT, forward)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _wait_for_child(folder: Path, patience: float = 60.0) -> None:

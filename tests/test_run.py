@@ -202,6 +202,7 @@ def test_ctrl_c_stops_the_child_and_the_same_command_goes_on(copy_of_run, params
     _, errors = runner.communicate(timeout=90)
     assert runner.returncode == 130
     assert "run the same directory again to go on" in errors.strip().splitlines()[-1]
+    assert "Traceback" not in errors
     assert not os.path.exists(f"/proc/{child}") or time.sleep(1) or not os.path.exists(f"/proc/{child}")
     record = read_json(copy_of_run / "run.json")
     assert record["status"] == "interrupted"
