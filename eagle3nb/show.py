@@ -269,7 +269,7 @@ def curves(
         axes.plot(xs, ys, label=_plain(label), linewidth=1.5, markersize=4, **look)
     if log_x:
         axes.set_xscale("log")
-    elif all(isinstance(place, int) for xs, _ in series.values() for place in xs):
+    elif all(float(place).is_integer() for xs, _ in series.values() for place in xs):
         axes.xaxis.get_major_locator().set_params(integer=True)
     if mark:
         axes.axvline(mark[1], color="#888888", linewidth=1, linestyle="--", label=_plain(mark[0]))

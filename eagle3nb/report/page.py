@@ -68,7 +68,7 @@ def _highlight() -> str:
     from pygments.formatters import HtmlFormatter
 
     light, dark = (
-        HtmlFormatter(style=s, nobackground=True).get_style_defs(".highlight") for s in ("tango", "github-dark")
+        HtmlFormatter(style=s, nobackground=True).get_style_defs(".highlight") for s in ("vs", "github-dark")
     )
     return f"{light}\n@media screen and (prefers-color-scheme: dark) {{\n{dark}\n}}"
 
