@@ -14,7 +14,8 @@ import torch
 from pydantic import Field
 
 from eagle3nb import draft_config, foreign, stage, verifier
-from eagle3nb.bridges import artefacts, reading, registry
+from eagle3nb.bridges import artefacts, opening, reading, registry
+from eagle3nb.bridges.store import StoreFiles
 from eagle3nb.errors import Refused
 from eagle3nb.files import json_object
 from eagle3nb.params import Int, NotebookParams
@@ -94,7 +95,7 @@ def _place(found: Found, path: Path) -> None:
                 if (path.parent / "model.safetensors").is_file():
                     found.checkpoint = path.parent
         elif path.stem in ("t2d", "d2t") and path.suffix in (".pt", ".npy") and found.mapping is None:
-            found.mapping = artefacts.mapping_in(path.parent)
+            found.mapping = opening.mapping_in(path.parent)
         elif path.suffix == ".pt" and "freq" in path.stem and found.counts is None:
             artefacts.counts_of(reading.torch_file(path), path)
             found.counts = path
@@ -174,14 +175,14 @@ def _artefacts(found: Found, settings: ExploreForeign, place: Path) -> artefacts
         first = dataclasses.replace(found.samples, paths=found.samples.paths[:SAMPLES])
         try:
             made = foreign.import_samples(first, place / "store", found.verifier, layer_ids=layers, say=lambda _: None)
-            store = artefacts.StoreFiles(made.folder)
+            store = StoreFiles(made.folder)
         except Refused as error:
             found.problems.append(("samples", str(error)))
     if found.checkpoint is not None:
-        draft = artefacts.draft_in(found.checkpoint)
+        draft = opening.draft_in(found.checkpoint)
     elif found.config is not None:
         draft = artefacts.Draft(json_object(found.config), None, str(found.config))
-    return artefacts.of_parts(
+    return opening.of_parts(
         found.folder, found.verifier, store=store, mapping=found.mapping, counts=found.counts, draft=draft,
         layer_ids=[*layers, found.verifier.num_layers] if layers else None,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from eagle3nb import bridges, child, stage
-from eagle3nb.bridges import artefacts, registry
+from eagle3nb.bridges import artefacts, opening, registry
 from eagle3nb.cli import main
 from eagle3nb.engine import reference
 from eagle3nb.verifier import Verifier
@@ -31,7 +31,7 @@ def reference_in_this_process(monkeypatch):
 def checks_of(run: Path, until: str = "evaluate") -> dict[str, dict]:
     """Entries of the bridges up to one, as a run meets them: it would stop there."""
     bridges = registry.BRIDGES[: registry.BRIDGES.index(until) + 1]
-    return {entry["id"]: entry for entry in registry.run(artefacts.of_run(run, deep=True), bridges)}
+    return {entry["id"]: entry for entry in registry.run(opening.of_run(run, deep=True), bridges)}
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +351,7 @@ def test_the_diagnosis_names_the_cause(name, cause, copy_of_run, monkeypatch):
         faults.samples(copy_of_run, lambda states, ids: states.flip(1))
     else:
         faults.FAULTS[name][0](copy_of_run)
-    found = one_check("samples.target_agreement", artefacts.of_run(copy_of_run))
+    found = one_check("samples.target_agreement", opening.of_run(copy_of_run))
     assert found.verdict == "fail"
     assert cause in found.observed
 
@@ -362,7 +362,7 @@ def test_the_diagnosis_names_the_other_norm(finished_run, verifier_dir, tmp_path
     weights = load_file(other.path / "model.safetensors")
     weights["model.norm.weight"] -= 1
     save_file(weights, other.path / "model.safetensors", metadata={"format": "pt"})
-    found = one_check("samples.target_agreement", artefacts.of_run(finished_run, other))
+    found = one_check("samples.target_agreement", opening.of_run(finished_run, other))
     assert found.verdict == "fail"
     assert "the final norm multiplies by 1 + w" in found.observed
 
@@ -387,14 +387,14 @@ def changed(verifier_dir: Path, tmp_path: Path, **fields) -> Verifier:
 
 
 def test_a_verifier_with_the_other_norm_is_stopped_at_once(tmp_path, verifier_dir, finished_run):
-    a = artefacts.of_run(finished_run, changed(verifier_dir, tmp_path, model_type="gemma2", head_dim=64))
+    a = opening.of_run(finished_run, changed(verifier_dir, tmp_path, model_type="gemma2", head_dim=64))
     for id in ("verifier.final_norm", "draft.final_norm"):
         found = one_check(id, a)
         assert (found.verdict, "1 + w" in found.observed) == ("fail", True)
 
 
 def test_a_verifier_whose_config_is_of_another_size(tmp_path, verifier_dir, finished_run):
-    a = artefacts.of_run(finished_run, changed(verifier_dir, tmp_path, hidden_size=256, vocab_size=1000))
+    a = opening.of_run(finished_run, changed(verifier_dir, tmp_path, hidden_size=256, vocab_size=1000))
     assert one_check("verifier.tensors", a).verdict == "fail"
     assert one_check("samples.hidden_size", a).observed == "128"
     assert one_check("samples.hidden_size", a).verdict == "fail"
@@ -406,14 +406,14 @@ def test_a_verifier_whose_template_never_ends_a_turn(tmp_path, verifier_dir, fin
     other = changed(verifier_dir, tmp_path)
     template = other.path / "chat_template.jinja"
     template.write_text(template.read_text().replace("<|im_end|>", "<end>"))
-    found = one_check("verifier.end_of_turn", artefacts.of_run(finished_run, other))
+    found = one_check("verifier.end_of_turn", opening.of_run(finished_run, other))
     assert found.verdict == "fail"
     assert "with none of them" in found.observed
 
 
 def test_columns_in_the_wrong_order_can_be_seen_without_the_verifier(copy_of_run):
     faults.samples(copy_of_run, lambda states, ids: states.flip(1))
-    a = artefacts.identify(faults.store(copy_of_run))
+    a = opening.identify(faults.store(copy_of_run))
     assert one_check("samples.growth", a).verdict == "warn"
 
 
@@ -424,7 +424,7 @@ def test_rows_of_another_kind_are_not_covered(copy_of_run):
         return row | {"input_ids": [*row["input_ids"][:start], *other]} if i % 10 == 0 else row
 
     faults.rows(faults.store(copy_of_run), row)
-    found = one_check("vocab.coverage", artefacts.of_run(copy_of_run))
+    found = one_check("vocab.coverage", opening.of_run(copy_of_run))
     assert (found.verdict, float(found.observed.split()[0]) < 0.5) == ("fail", True)
 
 

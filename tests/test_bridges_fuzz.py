@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eagle3nb.bridges import artefacts, registry
+from eagle3nb import stage
+from eagle3nb.bridges import opening, registry
 from eagle3nb.errors import Refused
 
 FILES = {
@@ -58,7 +59,7 @@ def apply(data: bytes, hits: list[tuple[str, int, int]]) -> bytes:
 
 def verdicts(path: Path, verifier) -> None:
     try:
-        found = registry.run(artefacts.identify(path, verifier, deep=True))
+        found = registry.run(opening.identify(path, verifier, deep=True))
     except Refused as refusal:
         line = str(refusal)
         if "\n" in line:
@@ -109,6 +110,30 @@ def test_configs_of_any_shape(value):
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(value))
         verdicts(path, None)
+
+
+@pytest.mark.parametrize("name", stage.READS)
+def test_records_of_any_shape(name, small_run, verifier_dir, monkeypatch):
+    """A run whose ``result.json`` says something else, field by field."""
+    from eagle3nb.bridges import reference
+    from eagle3nb.verifier import Verifier
+
+    monkeypatch.setattr(reference, "MEMORY_SHARE", 0.0)
+    path = stage.folder(small_run, name) / "result.json"
+    whole, verifier = path.read_text(), Verifier("tiny", verifier_dir)
+    fields = st.dictionaries(st.sampled_from(sorted(json.loads(whole))), ANY, min_size=1, max_size=4)
+
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(fields)
+    def look(changed) -> None:
+        path.write_text(json.dumps(json.loads(whole) | changed))
+        verdicts(small_run, verifier)
+
+    try:
+        look()
+    finally:
+        path.write_text(whole)
+    verdicts(small_run, verifier)
 
 
 def test_what_is_left_is_whole(small_run):

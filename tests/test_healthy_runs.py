@@ -3,7 +3,7 @@
 import pytest
 
 from eagle3nb import build_vocab_mapping, evaluate, extract_hidden_states, params, preflight, prepare_data, tiny, train
-from eagle3nb.bridges import artefacts, registry
+from eagle3nb.bridges import opening, registry
 
 # verifier seed, teaching steps, training rows, new tokens, layers, draft vocabulary, epochs, learning rate, seed
 RUNS = [
@@ -45,5 +45,5 @@ def test_no_fail_and_no_warning(case, verifiers, tmp_path):
     build_vocab_mapping.run(params.BuildVocabMapping(run_dir=run, draft_vocab_size=draft, keep_token_ids=kept))
     train.run(params.Train(run_dir=run, epochs=epochs, lr=lr, tokens_per_step=512, seed=seed))
     evaluate.run(params.Evaluate(run_dir=run, max_new_tokens=new, speed_prompts=1))
-    entries = registry.run(artefacts.of_run(run, deep=True))
+    entries = registry.run(opening.of_run(run, deep=True))
     assert not [(e["id"], e["observed"]) for e in entries if e["verdict"] in ("fail", "warn")]

@@ -3,7 +3,8 @@
 =========================  =========================================================================
 `registry`                 what a check is; how checks are run
 a module per bridge        the checks themselves, named like the stage whose output they look at
-`artefacts`                what a path is, and everything that can be known beside it
+`opening`                  what a path is, and what lies beside it
+`artefacts`                all that can be known of it
 `reading`, `store`         files of strangers, read with care
 `agreement`, `reference`   the two measurements behind the semantic checks
 =========================  =========================================================================
@@ -15,7 +16,8 @@ from typing import Any
 
 from eagle3nb import stage
 from eagle3nb.bridges import build_vocab_mapping, evaluate, extract_hidden_states, preflight, prepare_data, train
-from eagle3nb.bridges.artefacts import Artefacts, add, identify, of_run
+from eagle3nb.bridges.artefacts import Artefacts
+from eagle3nb.bridges.opening import add, identify, of_run
 from eagle3nb.bridges.registry import CHECKS, failures, run
 from eagle3nb.errors import Refused
 from eagle3nb.files import write_json

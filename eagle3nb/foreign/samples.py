@@ -31,8 +31,9 @@ from safetensors.torch import save_file
 from eagle3nb import conversations
 from eagle3nb.bridges import agreement, reading, reference
 from eagle3nb.bridges.agreement import AGREES
-from eagle3nb.bridges.artefacts import Artefacts, of_parts
+from eagle3nb.bridges.artefacts import Artefacts
 from eagle3nb.bridges.extract_hidden_states import SAME
+from eagle3nb.bridges.opening import of_parts
 from eagle3nb.bridges.store import StoreFiles
 from eagle3nb.chat_template import ChatTemplate
 from eagle3nb.errors import Refused

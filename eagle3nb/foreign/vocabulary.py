@@ -7,7 +7,7 @@ import torch
 
 from eagle3nb import build_vocab_mapping
 from eagle3nb.bridges import reading
-from eagle3nb.bridges.artefacts import mapping_in
+from eagle3nb.bridges.opening import mapping_in
 from eagle3nb.errors import Refused
 from eagle3nb.files import json_file
 from eagle3nb.verifier import Verifier
