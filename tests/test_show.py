@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from eagle3nb import show
+from eagle3nb.show import plots, tables
 from eagle3nb.text import token_text
 
 
@@ -40,8 +41,8 @@ def test_checks_are_sorted_by_verdict_and_skip_is_not_green():
     shown = show.checks(made)
     places = [shown.markup.index(f"a.{verdict}<") for verdict in ("fail", "warn", "pass", "skip")]
     assert places == sorted(places)
-    assert shown.markup.count(show.VERDICTS["pass"]) == 1  # the badge of the one pass
-    assert show.VERDICTS["skip"] != show.VERDICTS["pass"]
+    assert shown.markup.count(tables.VERDICTS["pass"]) == 1  # the badge of the one pass
+    assert tables.VERDICTS["skip"] != tables.VERDICTS["pass"]
     assert "do fail" in shown.markup
     assert "do pass" not in shown.markup
     assert "<t>" not in shown.markup
@@ -65,7 +66,7 @@ def test_tokens_are_escaped_and_what_hides_is_made_visible():
     assert "⟨U+202E⟩" in shown.markup
     assert "⟨U+0000⟩" in shown.markup
     assert "3 of them response" in shown.markup
-    assert shown.markup.count(show.RESPONSE) == 3
+    assert shown.markup.count(tables.RESPONSE) == 3
 
 
 def test_tables_escape_cells():
@@ -87,7 +88,7 @@ def test_a_dollar_sign_is_no_mathematics_and_many_series_all_have_a_look_of_thei
     assert "$5 and $6" in saved.alt
     lines = {str(k): ([0, 1], [k, k]) for k in range(18)}
     show.curves(tmp_path, "c", lines, "t", "x", "y", mark=("here", 1))
-    looks = {(show.COLOURS[k % 6], show.LINES[k // 6 % 3]) for k in range(18)}
+    looks = {(plots.COLOURS[k % 6], plots.LINES[k // 6 % 3]) for k in range(18)}
     assert len(looks) == 18
 
 
