@@ -95,14 +95,20 @@ def main(arguments: list[str] | None = None) -> int:
     except Refused as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
         return 2
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        if args.command not in ("check", "import", "export", "report"):  # these read what others wrote, of any form
+    except OSError as error:
+        print(f"eagle3nb: {error.filename or args.command}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if args.command not in (
+            "check",
+            "import",
+            "export",
+            "plan",
+            "report",
+        ):  # these read what others wrote, of any form
             raise
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         print(f"eagle3nb: {args.command}: a file there has a form that cannot be used ({why})", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"eagle3nb: {error.filename or args.command}: {error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         how = f": {stopped}" if str(stopped) else ""

@@ -52,7 +52,10 @@ def run(
             f"{checkpoint} has what SGLang would compute otherwise: {'; '.join(wrong)}; train with a legacy "
             "train.draft_config for SGLang, or export with --anyway"
         )
-    tensors = {_rename(key, target): tensor for key, tensor in draft.tensors(checkpoint).items()}
+    mine = draft.tensors(checkpoint)
+    if "fc.weight" not in mine:
+        raise Refused(f"{checkpoint}: no EAGLE-3 draft: no fc.weight among its {len(mine)} tensors")
+    tensors = {_rename(key, target): tensor for key, tensor in mine.items()}
     destination.mkdir(parents=True, exist_ok=True)
     with atomic_path(destination / "model.safetensors") as temporary:
         save_file(tensors, temporary, {"format": "pt"})

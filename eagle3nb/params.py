@@ -158,6 +158,9 @@ class Params(BaseModel):
     evaluate: Evaluate = Evaluate()
 
 
+ALIASES = 20  # of a params file
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads ``1e-4`` as text; here it is a number, as in YAML 1.2. Keys given twice are refused."""
 
@@ -176,6 +179,9 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 def parse_yaml(text: str) -> Any:
     """The value of a YAML text, with ``1e-4`` a number."""
+    # A few nested aliases can stand for more text than any memory holds.
+    if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Loader)) > ALIASES:
+        raise Refused(f"more than {ALIASES} aliases (*name); write the values out")
     return yaml.load(text, _Loader)
 
 
@@ -219,7 +225,10 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         target = target.setdefault(part, {}) if isinstance(target, dict) else {}
     if not isinstance(target, dict):
         raise Refused(f"-p {override}: {section} is no section of fields")
-    target[parts[-1]] = parse_yaml(value)
+    try:
+        target[parts[-1]] = parse_yaml(value)
+    except yaml.YAMLError as error:
+        raise Refused(f"-p {override}: no valid YAML ({' '.join(str(error).split())})") from None
 
 
 def validate(model: type[BaseModel], values: dict[str, Any], where: str) -> Any:

@@ -746,6 +746,25 @@ def t2d_of_another_build_in_the_checkpoint(run: Path) -> None:
     tensors(run, lambda t: t.update({"t2d": t["t2d"].roll(1)}))
 
 
+@fault("draft.shapes", says="k_proj.weight [128, 256] instead of [64, 256]")
+def queries_and_keys_in_each_others_place(run: Path) -> None:
+    def change(t: dict[str, torch.Tensor]) -> None:
+        q, k = (f"layers.0.self_attn.{name}_proj.weight" for name in "qk")
+        t[q], t[k] = t[k], t[q]
+
+    tensors(run, change)
+
+
+@fault("draft.shapes", says="instead of")
+def heads_of_another_config(run: Path) -> None:
+    config(run, transformer_layer_config__num_attention_heads=4)
+
+
+@fault("draft.zeros", says="norm.weight")
+def a_norm_of_zeros(run: Path) -> None:
+    tensors(run, lambda t: t["norm.weight"].zero_())
+
+
 @fault("draft.zeros", says="fc.weight")
 def a_matrix_of_zeros(run: Path) -> None:
     tensors(run, lambda t: t["fc.weight"].zero_())

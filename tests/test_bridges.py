@@ -188,6 +188,29 @@ def test_against_compares_a_mapping_with_a_checkpoint(copy_of_run, verifier_dir,
     assert (code, fails(entries)) == (1, ["draft.d2t"])
 
 
+def test_against_compares_a_checkpoint_with_a_mapping(copy_of_run, verifier_dir, tmp_path, capsys):
+    mapping = Path(shutil.copytree(stage.folder(copy_of_run, "build_vocab_mapping"), tmp_path / "m"))
+    arguments = (faults.checkpoint(copy_of_run), "--verifier", verifier_dir, "--against", mapping)
+    assert check(capsys, *arguments)[0] == 0
+    faults.d2t_of_another_mapping(copy_of_run)
+    code, entries, _ = check(capsys, *arguments)
+    assert (code, fails(entries)) == (1, ["draft.d2t"])
+
+
+def test_the_last_samples_are_looked_at_too(copy_of_run, capsys):
+    faults.samples(copy_of_run, lambda states, ids: states * float("nan"), only=set(range(32, 40)))
+    code, entries, _ = check(capsys, faults.store(copy_of_run))
+    assert code == 1
+    assert "samples.finite" in fails(entries)
+
+
+def test_a_lost_result_is_no_healthy_run(copy_of_run, capsys):
+    (stage.folder(copy_of_run, "train") / "result.json").unlink()
+    code, _, err = check(capsys, copy_of_run)
+    assert code == 2
+    assert "04_train/result.json is missing, though run.json says that train is done" in err
+
+
 def test_against_compares_two_drafts(copy_of_run, tmp_path, capsys):
     other = tmp_path / "other.json"
     shutil.copy(faults.checkpoint(copy_of_run) / "config.json", other)

@@ -45,8 +45,8 @@ def check_path(
     artefacts = identify(Path(path), verifier, deep, trust_remote_code)
     brought = add(artefacts, Path(against), trust_remote_code) if against is not None else set()
     entries = run(artefacts)
-    used = any(brought & set(CHECKS[e["id"]].needs) for e in entries if e["verdict"] != "skip")
-    if against is not None and not used:
+    used = any(brought & {*CHECKS[e["id"]].needs, *CHECKS[e["id"]].between} for e in entries if e["verdict"] != "skip")
+    if against is not None and not used and not failures(entries):
         raise Refused(f"--against {against}: nothing in it bears on {path} ({artefacts.kind})")
     return artefacts, entries
 

@@ -374,6 +374,8 @@ def layers(a: Artefacts) -> Finding:
             off = candidate - declared_id
             far = "one layer" if abs(off) == 1 else f"{abs(off)} layers"
             how = f"captured {far} too {'late' if off > 0 else 'early'}"
+            if distance > SAME:
+                how = "nearest, but not near: states of other weights?"
             wrong.append(
                 f"column {c}, declared layer {declared_id}, is {ref.name(candidate)} "
                 f"(distance {distance:.3f}, to {declared_id}: {there:.3f}): {how}"

@@ -15,6 +15,7 @@ from eagle3nb.verifier import Verifier
 
 # One of them is in every draft's config, and none in a verifier's.
 DRAFT_FIELDS = {"transformer_layer_config", "eagle_config", "draft_vocab_size"}
+FINISHED = ("done", "cached")  # a stage's status in run.json
 # What ``--against`` may bring.
 BROUGHT = (
     "rows", "heldout", "layer_ids", "mapping", "counts", "draft", "other_draft", "declared", "checksums", "verifier",
@@ -34,6 +35,11 @@ def of_run(
     for name in stage.READS:
         if path := reading.inside(run_dir, f"{stage.label(name)}/result.json"):
             a.of_run[name] = json_object(path)
+    for name in _done(run_dir) - set(a.of_run):
+        where = stage.folder(run_dir, name) / "result.json"
+        raise Refused(
+            f"{where} is missing, though run.json says that {name} is done; restore it, or run the stage again"
+        )
     if verifier is None and "preflight" in a.of_run:
         verifier = stage.verifier(run_dir, trust_remote_code=trust_remote_code)
     a.verifier = verifier
@@ -47,12 +53,27 @@ def of_run(
         a.mapping, a._counts = mapping_in(_part(run_dir, mapping)), reading.inside(mapping, "token_freq.pt")
     if "train" in a.of_run:
         best = str(a.of_run["train"].get("best_checkpoint"))
-        a.draft = draft_in(_part(run_dir, stage.folder(run_dir, "train") / best))
+        try:
+            a.draft = draft_in(_part(run_dir, stage.folder(run_dir, "train") / best))
+        except (OSError, ValueError) as error:
+            if isinstance(error, Refused):
+                raise
+            raise Refused(
+                f"{run_dir}: best_checkpoint of train is no path that can be opened ({error})"[:300]
+            ) from None
     a.served = a.of_run.get("evaluate")
     wanted = ("acceptance_length", "acceptance_by_position", "identical_outputs", "prompts")
     if a.served and (lost := [name for name in wanted if name not in a.served]):
         raise Refused(f"{stage.folder(run_dir, 'evaluate')}/result.json: no {', '.join(lost)} in it; evaluate again")
     return a
+
+
+def _done(run_dir: Path) -> set[str]:
+    """The stages that run.json has as finished."""
+    file = reading.inside(run_dir, "run.json")
+    entries = json_object(file).get("stages") if file else None
+    known = [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
+    return {name for name in stage.READS if any(e.get("name") == name and e.get("status") in FINISHED for e in known)}
 
 
 def _part(run_dir: Path, folder: Path) -> Path:

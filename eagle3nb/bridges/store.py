@@ -203,11 +203,12 @@ class StoreFiles:
         found: list[int] = []
         numbered = self.rows is not None and not self.only
         candidates = range(self.count) if numbered else sorted(islice(self.numbers(), 4 * count))
-        step = max(1, len(candidates) // count)
-        for k in range(0, len(candidates), step):
+        last = len(candidates) - 1
+        places = sorted({round(k) for k in np.linspace(0, last, min(count, last + 1))}) if last >= 0 else []
+        for place, after in zip(places, [*places[1:], last + 1], strict=True):
             # A damaged one is reported by other checks; its neighbour stands in for it here.
-            good = next((i for i in candidates[k : k + step][:8] if self._usable(i)), None)
-            if good is not None and len(found) < count:
+            good = next((i for i in candidates[place:after][:8] if self._usable(i)), None)
+            if good is not None:
                 found.append(good)
         return found
 
@@ -314,4 +315,4 @@ def _number(name: str) -> int | None:
     """3 of ``hs_3.safetensors``; None of any other name."""
     number = name.removeprefix("hs_").removesuffix(".safetensors")
     good = name == f"hs_{number}.safetensors" and number.isdecimal() and len(number) < 12
-    return int(number) if good else None
+    return int(number) if good and str(int(number)) == number else None

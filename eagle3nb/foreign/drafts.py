@@ -32,6 +32,13 @@ def import_draft(path: Path, dest: Path, verifier: Verifier, layer_ids: list[int
         if width is not None and width.shape[1] != len(layer_ids) * verifier.hidden_size:
             layers = width.shape[1] / verifier.hidden_size
             raise Refused(f"--layer-ids {layer_ids}: fc of {weights} takes {layers:g} layers")
+    decoder = mine.get("transformer_layer_config")
+    decoder = decoder if isinstance(decoder, dict) else mine
+    for field, wanted in (("hidden_size", verifier.hidden_size), ("vocab_size", verifier.vocab_size)):
+        if decoder.get(field) != wanted:
+            raise Refused(
+                f"{path}: {field} {decoder.get(field)}, the verifier {verifier.name} has {wanted}; give its own verifier"
+            )
     named = (mine.get("eagle_config") or mine).get("eagle_aux_hidden_state_layer_ids")
     if draft_config.is_legacy(mine) and layer_ids is None:
         raise Refused(

@@ -294,7 +294,7 @@ def import_samples(
         hidden_size=verifier.hidden_size,
         dtype="bfloat16",
         compute_dtype="unknown",
-        data_sha256=sha256_json([[str(p.relative_to(src.folder)), p.stat().st_size] for p in src.paths] or len(src)),
+        data_sha256=sha256_json([_file_state(src, src.name(i)) for i in range(len(src))]),
         responses="given",
         temperature=0.0,
         seed=0,
@@ -327,6 +327,12 @@ def import_samples(
     store.finish(rows, imported={"from": src.form, "conventions": convention.how, "size_of_last_state": (
         "lost: it was stored after the final norm" if convention.last_is_normed else "kept")})  # fmt: skip
     return store
+
+
+def _file_state(src: Source, path: Path) -> list[Any]:
+    """What tells whether a sample's file has changed since an import was interrupted."""
+    found = path.stat()
+    return [str(path.relative_to(src.folder)), found.st_size, found.st_mtime_ns]
 
 
 def _mask(sample: Sample, masks: dict[bytes, list[int]] | None, i: int, src: Source) -> list[int]:
