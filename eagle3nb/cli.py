@@ -99,13 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"eagle3nb: {error.filename or args.command}: {error.strerror or error}", file=sys.stderr)
         return 2
     except Exception as error:
-        if args.command not in (
-            "check",
-            "import",
-            "export",
-            "plan",
-            "report",
-        ):  # these read what others wrote, of any form
+        # These read what others wrote, of any form.
+        if args.command not in ("check", "import", "export", "plan", "report"):
             raise
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         print(f"eagle3nb: {args.command}: a file there has a form that cannot be used ({why})", file=sys.stderr)

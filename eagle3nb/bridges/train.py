@@ -226,13 +226,15 @@ def shapes(a: Artefacts) -> Finding:
         layer, _, rest = name.removeprefix("layers.").partition(".")
         # The first layer takes the embedding beside the fused states.
         wide = 2 * hidden if layer == "0" else hidden
-        wanted = {
+        decoder = {
             "self_attn.q_proj.weight": (heads, wide), "self_attn.k_proj.weight": (kv, wide),
             "self_attn.v_proj.weight": (kv, wide), "self_attn.o_proj.weight": (hidden, heads),
             "mlp.gate_proj.weight": (inner, hidden), "mlp.up_proj.weight": (inner, hidden),
             "mlp.down_proj.weight": (hidden, inner), "hidden_norm.weight": (hidden,),
             "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,),
-        }.get(rest if name.startswith("layers.") else "", (hidden,) if name == "norm.weight" else entry.shape)  # fmt: skip
+        }  # fmt: skip
+        known = {"norm.weight": (hidden,)} if not name.startswith("layers.") else decoder
+        wanted = known.get(rest if known is decoder else name, entry.shape)
         if tuple(entry.shape) != wanted:
             wrong.append(f"{name} {list(entry.shape)} instead of {list(wanted)}")
         elif name.endswith(".weight") and entry.dtype not in FLOATS:

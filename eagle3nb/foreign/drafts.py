@@ -36,9 +36,8 @@ def import_draft(path: Path, dest: Path, verifier: Verifier, layer_ids: list[int
     decoder = decoder if isinstance(decoder, dict) else mine
     for field, wanted in (("hidden_size", verifier.hidden_size), ("vocab_size", verifier.vocab_size)):
         if decoder.get(field) != wanted:
-            raise Refused(
-                f"{path}: {field} {decoder.get(field)}, the verifier {verifier.name} has {wanted}; give its own verifier"
-            )
+            found = decoder.get(field)
+            raise Refused(f"{path}: {field} {found}, the verifier {verifier.name} has {wanted}; give its own verifier")
     named = (mine.get("eagle_config") or mine).get("eagle_aux_hidden_state_layer_ids")
     if draft_config.is_legacy(mine) and layer_ids is None:
         raise Refused(
