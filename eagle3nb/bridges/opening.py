@@ -35,11 +35,6 @@ def of_run(
     for name in stage.READS:
         if path := reading.inside(run_dir, f"{stage.label(name)}/result.json"):
             a.of_run[name] = json_object(path)
-    for name in _done(run_dir) - set(a.of_run):
-        where = stage.folder(run_dir, name) / "result.json"
-        raise Refused(
-            f"{where} is missing, though run.json says that {name} is done; restore it, or run the stage again"
-        )
     if verifier is None and "preflight" in a.of_run:
         verifier = stage.verifier(run_dir, trust_remote_code=trust_remote_code)
     a.verifier = verifier
@@ -136,7 +131,11 @@ def _identify_folder(path: Path, verifier: Verifier | None, deep: bool, trust_re
     a = Artefacts(path, "", verifier, deep)
     found = []
     if (path / "run.json").is_file() or (path / stage.label("preflight")).is_dir():
-        return of_run(path, verifier, deep, trust_remote_code)
+        a = of_run(path, verifier, deep, trust_remote_code)
+        for name in sorted(_done(path) - set(a.of_run)):
+            where = stage.folder(path, name) / "result.json"
+            raise Refused(f"{where} is missing, though run.json says that {name} is done; run it again")
+        return a
     if (path / "store.json").is_file() or (path / "hidden_states").is_dir():
         found.append("a sample store")
         if not (path / "hidden_states").is_dir():
