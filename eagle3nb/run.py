@@ -187,7 +187,7 @@ class Record:
             entry["status"] = "pending"
 
     def close(self, status: str) -> None:
-        done = all(entry["status"] in ("done", "cached") for entry in self.value["stages"])
+        done = all(entry["status"] in stage.FINISHED for entry in self.value["stages"])
         self.value["status"] = ("done" if done else "incomplete") if status == "done" else status
         self.value["seconds"] = round(time.time() - self.started, 1)
         figures = read_json(stage.folder(self.folder, "evaluate") / "result.json", {}) if done else {}

@@ -32,6 +32,9 @@ READS: dict[str, list[str]] = {
 }
 
 
+FINISHED = ("done", "cached")  # what run.json says of a stage that is complete
+
+
 def label(name: str) -> str:
     """``04_train`` for ``train``: the name of its notebook and its output folder."""
     return f"{list(STAGES).index(name):02d}_{name}"

@@ -2,7 +2,7 @@
 
 =========================  =========================================================================
 `registry`                 what a check is; how checks are run
-a module per bridge        the checks themselves, named like the stage whose output they look at
+a module per bridge        the checks, named like the stage whose output they look at (train has two)
 `opening`                  what a path is, and what lies beside it
 `artefacts`                all that can be known of it
 `reading`, `store`         files of strangers, read with care
@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from eagle3nb import stage
-from eagle3nb.bridges import build_vocab_mapping, evaluate, extract_hidden_states, preflight, prepare_data, train
+from eagle3nb.bridges import (
+    build_vocab_mapping,
+    evaluate,
+    extract_hidden_states,
+    preflight,
+    prepare_data,
+    train,
+    train_config,
+)
 from eagle3nb.bridges.artefacts import Artefacts
 from eagle3nb.bridges.opening import add, identify, of_run
 from eagle3nb.bridges.registry import CHECKS, failures, run
@@ -26,7 +34,7 @@ from eagle3nb.verifier import Verifier
 
 __all__ = ["CHECKS", "check_path", "cross", "failures", "stop_on_failure"]
 # Importing a bridge's module registers its checks.
-MODULES = (preflight, prepare_data, extract_hidden_states, build_vocab_mapping, train, evaluate)
+MODULES = (preflight, prepare_data, extract_hidden_states, build_vocab_mapping, train, train_config, evaluate)
 
 
 def check_path(

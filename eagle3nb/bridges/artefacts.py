@@ -127,7 +127,7 @@ class Artefacts:
         if self.headers is None:
             self._why["states"] = self.why_missing("headers")
             return None
-        odd = sorted(set(self.store.scan.dtypes) - {"BF16", "F16", "F32", "F64"})
+        odd = sorted(set(self.store.scan.dtypes) - set(reading.FLOATS))
         self._why["states"] = f"states are {', '.join(odd)}: see samples.dtype" if odd else ""
         return None if odd else self.store
 

@@ -15,7 +15,6 @@ from eagle3nb.verifier import Verifier
 
 # One of them is in every draft's config, and none in a verifier's.
 DRAFT_FIELDS = {"transformer_layer_config", "eagle_config", "draft_vocab_size"}
-FINISHED = ("done", "cached")  # a stage's status in run.json
 # What ``--against`` may bring.
 BROUGHT = (
     "rows", "heldout", "layer_ids", "mapping", "counts", "draft", "other_draft", "declared", "checksums", "verifier",
@@ -68,7 +67,9 @@ def _done(run_dir: Path) -> set[str]:
     file = reading.inside(run_dir, "run.json")
     entries = json_object(file).get("stages") if file else None
     known = [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
-    return {name for name in stage.READS if any(e.get("name") == name and e.get("status") in FINISHED for e in known)}
+    return {
+        name for name in stage.READS if any(e.get("name") == name and e.get("status") in stage.FINISHED for e in known)
+    }
 
 
 def _part(run_dir: Path, folder: Path) -> Path:

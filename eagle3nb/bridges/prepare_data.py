@@ -3,6 +3,8 @@
 The mask checks run wherever there are responses: on given ones before the extraction, on generated ones after it.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from eagle3nb.bridges.artefacts import Artefacts
@@ -195,14 +197,24 @@ def user_turn(a: Artefacts) -> Finding:
 
 
 def _begins(a: Artefacts, *faults: str) -> Finding:
-    """Where masks begin, against the places right after the generation prompt; only ``faults`` are looked for."""
-    opener = np.array(a.template.generation_prompt())
-    wrong: dict[str, Cases] = {}
-    places = 0
+    """Where masks begin, against the places right after the generation prompt; only ``faults`` count."""
+    opener, places, found = _misplaced(a)
+    wrong = {why: cases for why, cases in found.items() if why in faults}
+    expected = f"right after {a.verifier.tokenizer.decode(opener)!r}"
+    if wrong:
+        text = "; ".join(f"begins {why}: {cases.count:,} of {places:,} ({cases})" for why, cases in wrong.items())
+        return Finding("fail", text, expected)
+    return Finding("pass", f"all {places:,}", expected)
+
+
+@lru_cache(maxsize=1)  # three checks ask for it, one after the other
+def _misplaced(a: Artefacts) -> tuple[list[int], int, dict[str, Cases]]:
+    """The generation prompt, how many masked stretches there are, and those that do not begin behind it, by how."""
+    opener, places, wrong = a.template.generation_prompt(), 0, {}
     for i, (ids, mask) in enumerate(a.answered):
         if not _plain(ids, mask):
             continue
-        good = _after(ids, opener)
+        good = _after(ids, np.array(opener))
         for p in _rises(mask):
             places += 1
             if p in good:
@@ -213,13 +225,8 @@ def _begins(a: Artefacts, *faults: str) -> Finding:
                 "one token early" if early else "one token late" if late
                 else "before the assistant's turn, in the user's" if later else "after its first tokens"
             )  # fmt: skip
-            if text in faults:
-                wrong.setdefault(text, Cases()).add(f"row {i} at token {p}")
-    expected = f"right after {a.verifier.tokenizer.decode(opener.tolist())!r}"
-    if wrong:
-        text = "; ".join(f"begins {why}: {cases.count:,} of {places:,} ({cases})" for why, cases in wrong.items())
-        return Finding("fail", text, expected)
-    return Finding("pass", f"all {places:,}", expected)
+            wrong.setdefault(text, Cases()).add(f"row {i} at token {p}")
+    return opener, places, wrong
 
 
 @check(

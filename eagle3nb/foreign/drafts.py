@@ -5,6 +5,7 @@ from typing import Any
 
 from eagle3nb import draft_config, export
 from eagle3nb.bridges import reading
+from eagle3nb.bridges.artefacts import Draft
 from eagle3nb.errors import Refused
 from eagle3nb.files import read_json, write_json
 from eagle3nb.verifier import Verifier
@@ -32,8 +33,7 @@ def import_draft(path: Path, dest: Path, verifier: Verifier, layer_ids: list[int
         if width is not None and width.shape[1] != len(layer_ids) * verifier.hidden_size:
             layers = width.shape[1] / verifier.hidden_size
             raise Refused(f"--layer-ids {layer_ids}: fc of {weights} takes {layers:g} layers")
-    decoder = mine.get("transformer_layer_config")
-    decoder = decoder if isinstance(decoder, dict) else mine
+    decoder = Draft(mine, None, str(path)).transformer
     for field, wanted in (("hidden_size", verifier.hidden_size), ("vocab_size", verifier.vocab_size)):
         if decoder.get(field) != wanted:
             found = decoder.get(field)

@@ -219,7 +219,7 @@ def _plots(run_dir: Path, run: dict[str, Any]) -> Any:
     began = datetime.fromisoformat(run["started"]).timestamp()
     status = {entry["name"]: entry["status"] for entry in run["stages"]}
     for name, plot, title, reading in PLOTS:
-        png, finished = stage.folder(run_dir, name) / "plots" / f"{plot}.png", status[name] in verdicts.FINISHED
+        png, finished = stage.folder(run_dir, name) / "plots" / f"{plot}.png", status[name] in stage.FINISHED
         if status[name] == "pending" or not png.is_file() or (finished and plot == "live"):
             continue
         if finished or png.stat().st_mtime >= began:
@@ -258,12 +258,12 @@ def _limits(
         )
     if other := _made_elsewhere(run):
         said.append(f"Made by another state of the code than the one recorded: {other}.")
-    if left := [entry["name"] for entry in run["stages"] if entry["status"] not in verdicts.FINISHED]:
+    if left := [entry["name"] for entry in run["stages"] if entry["status"] not in stage.FINISHED]:
         said.append(f"Not finished: {', '.join(left)}. Nothing is known of what they would have shown.")
     without = [
         s["name"]
         for s in run["stages"]
-        if s["status"] in verdicts.FINISHED and all(c["stage"] != s["name"] for c in found)
+        if s["status"] in stage.FINISHED and all(c["stage"] != s["name"] for c in found)
     ]
     if without:
         said.append(f"No checks were recorded for {', '.join(without)}.")

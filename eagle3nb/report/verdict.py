@@ -9,7 +9,6 @@ from eagle3nb.errors import Refused
 from eagle3nb.files import read_json
 from eagle3nb.params import STAGES
 
-FINISHED = ("done", "cached")
 AGREEING_ROUNDS = 1.3  # rounds that differ by more were disturbed: on a quiet machine they lie within a few percent
 SMALL_VERIFIER = 1_000_000_000  # parameters; what holds below says little about large verifiers
 
@@ -67,7 +66,7 @@ def judge(run: dict[str, Any], found: list[dict[str, Any]] = ()) -> tuple[str, s
     if failed_stage:
         return "FAIL", stopped
     if not headline:
-        left = [s["name"] for s in run["stages"] if s["status"] not in FINISHED]
+        left = [s["name"] for s in run["stages"] if s["status"] not in stage.FINISHED]
         inside = next((s["name"] for s in run["stages"] if s["status"] == "interrupted"), None)
         return "INCOMPLETE", (f"Stopped in {inside}. " if inside else "") + f"Still to be run: {', '.join(left)}."
     allowed = [check["id"] for check in found if check["shown"] == "allowed"]
