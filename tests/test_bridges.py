@@ -48,6 +48,22 @@ def test_a_healthy_run_has_no_fail_and_no_warning(finished_run, healthy):
     assert set(healthy.values()) == {"pass"}
 
 
+def test_special_tokens_take_room_in_a_small_vocabulary(copy_of_run):
+    """What the stage builds is never told to be another build, however few tokens there are (`make smoke`)."""
+    from eagle3nb import build_vocab_mapping
+
+    a = opening.of_run(copy_of_run)
+    special = a.verifier.special_token_ids
+    size = len(special) + 4
+    built = build_vocab_mapping.build(a.counts, size, a.verifier.vocab_size, special)
+    a.of_run["build_vocab_mapping"]["kept_special"] = special
+    a.mapping = artefacts.Mapping(*built, "built")
+    assert one_check("vocab.frequent", a).verdict == "pass"
+    left_out = build_vocab_mapping.build({t: 1 for t in range(500, 500 + size)}, size, a.verifier.vocab_size, special)
+    a.mapping = artefacts.Mapping(*left_out, "of other data")
+    assert one_check("vocab.frequent", a).verdict == "fail"
+
+
 def test_every_check_has_a_fault():
     made = {id for _, ids, _ in faults.FAULTS.values() for id in ids}
     assert set(registry.CHECKS) - made == ALONE

@@ -182,6 +182,14 @@ def test_a_run_goes_on_in_another_place(finished_run, verifier_dir, tmp_path, ca
 
 @pytest.mark.engine
 @pytest.mark.slow
+def test_make_smoke_gets_to_its_end(tmp_path, capsys):
+    """The params file of the README's second command, with the real small model."""
+    assert main(["run", str(ROOT / "params" / "smoke.yaml"), "--runs-dir", str(tmp_path)]) == 0
+    assert "PASS: The draft yields" in capsys.readouterr().out
+
+
+@pytest.mark.engine
+@pytest.mark.slow
 def test_ctrl_c_stops_the_child_and_the_same_command_goes_on(copy_of_run, params_file):
     shutil.rmtree(stage.folder(copy_of_run, "train"))
     shutil.rmtree(stage.folder(copy_of_run, "evaluate"))
